@@ -13,6 +13,7 @@ from bpipe.memory.ledger import Key
 from bpipe.memory.peaks import taken
 from bpipe.memory.saved.footprint import Footprint
 from bpipe.plan.action import COMPUTE, SERVED
+from bpipe.plan.sizes import StageSizes
 from bpipe.schedules import Action, Plan
 
 __all__: list[str] = []
@@ -46,6 +47,7 @@ class RecordedStep:
         "live_bytes",
         "places",
         "remote_buffer_bytes",
+        "stage_sizes",
         "static_bytes",
         "step",
         "taken_bytes",
@@ -60,6 +62,7 @@ class RecordedStep:
         self.taken_bytes = array("q")  # the same with messages, which are not counted as they come: shared by equal steps
         self.static_bytes = 0  # bytes that stay: weights, gradients, buffers, optimizer states
         self.remote_buffer_bytes = 0  # reserved for remote activations, or saved by microbatches in common
+        self.stage_sizes: dict[int, tuple[StageSizes, ...]] = {}  # what microbatches took on each stage here, by slice
         self.device_ns = array("q")  # begin and end of each computation, on CUDA
         self.filled_ns = array("q")  # begin and end of each piece of a fill job, those before the next step included
 
@@ -145,9 +148,15 @@ class Recorder(Observer):
         record.taken_bytes = self._taken(run)
         record.remote_buffer_bytes = int(stats["remote_buffer_bytes"] + stats["held_bytes"])
         record.static_bytes = int(stats["static_bytes"] - stats["held_bytes"])  # the held bytes are activations
+        record.stage_sizes = self._sizes(run)
         self.records.append(record)
         if self.device_times is not None:
             self.device_times.finish(record.device_ns)
+
+    def _sizes(self, run: Run) -> dict[int, tuple[StageSizes, ...]]:
+        """Return the sizes of a step's microbatches, which steps that are alike share."""
+        sizes = run.evictions.settled(run.plan.slices) if run.plan.has_backward else {}
+        return next((one.stage_sizes for one in self.records[-1:] if one.stage_sizes == sizes), sizes)
 
     def _taken(self, run: Run) -> array[int]:
         """Return the bytes that a rank's microbatches and messages took during each action; scanned again only if they changed."""

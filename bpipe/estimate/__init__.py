@@ -18,7 +18,7 @@ from bpipe.estimate.huang import Estimate
 from bpipe.estimate.long_contexts import UnevenHalves, uneven_halves
 from bpipe.estimate.measurement import Measurement, Profile, costs_of
 from bpipe.estimate.models import model_named
-from bpipe.estimate.slice_profile import SliceMeasurement, SliceProfile
+from bpipe.estimate.slice_profile import SliceMeasurement, SliceProfile, costs_of_slices
 from bpipe.estimate.stages import hiding_bytes_per_s
 from bpipe.estimate.state_bytes import bytes_per_parameter
 from bpipe.estimate.transformer import Transformer
@@ -37,6 +37,7 @@ __all__ = [
     "UnevenHalves",
     "bytes_per_parameter",
     "costs_of",
+    "costs_of_slices",
     "device_named",
     "hiding_bytes_per_s",
     "model_named",

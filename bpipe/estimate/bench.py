@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,10 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from bpipe.backward.autograd import InputGrads, edges_of, enter, run_backward
+from bpipe.backward.autograd import Graph, InputGrads, edges_of, enter, run_backward
+from bpipe.backward.divided import Divided
+from bpipe.backward.new_gradients import owned
+from bpipe.backward.user_hooks import Silent, UserHooks
 from bpipe.comm.wire.message import dense, flatten_message, unflatten_message
 from bpipe.device import synchronize
 from bpipe.errors import ConfigurationError, StageError
@@ -22,6 +25,7 @@ from bpipe.memory.saved.footprint import Footprint, footprint_of
 from bpipe.memory.saved.stash import Stash
 from bpipe.memory.saved.storages import element_bytes, keys_of, storages_of
 from bpipe.model.microbatch import tensors_in
+from bpipe.model.stage import ModuleSnapshot
 
 __all__: list[str] = []
 
@@ -81,6 +85,7 @@ class Bench:
     device: torch.device
     is_first: bool
     has_backward: bool
+    silent: Silent = field(default_factory=dict)  # what split backwards have found out about hooks on its parameters
 
     def counted(self, size: int) -> tuple[Footprint, int, int]:
         """Return the footprint of a microbatch, and the bytes of its output and of its inputs' gradients."""
@@ -104,6 +109,22 @@ class Bench:
         middle = self.now()
         self._backward(ran)
         return middle - start, self.now() - middle if self.has_backward else 0.0
+
+    def timed_halves(self, size: int) -> tuple[float, float]:
+        """Return the seconds of both halves of a split backward; the first one of a stage with hooks is not split, as in a step."""
+        args, target, box = self._inputs(size)
+        non_activations = self._non_activations((), None)
+        hooks = UserHooks({0: ModuleSnapshot(list(self.module.modules()), list(self.module.parameters()), 0)}, self.silent)
+        divided = Divided(set(), hooks, lambda _: None)
+        with hooks.watched():
+            ran = self._forward(args, target, box, non_activations, None)
+            del args
+            start = self.now()
+            half = divided.backward_input(0, 0, Graph(ran.edges, box, hooks.num_common > 0), ran.gradients, None)
+            half.replace(owned(half.gradients(), beside=box.gradients))
+            middle = self.now()
+            divided.backward_weight(0, 0, half)
+            return middle - start, self.now() - middle
 
     def now(self) -> float:
         """Return the time when all that was queued on the device has run."""

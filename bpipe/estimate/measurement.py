@@ -29,6 +29,9 @@ class Measurement:
         input_gradient_bytes: what its backward sends to the previous one.
         forward_s: seconds of a forward, the median.
         backward_s: seconds of a backward, the median; 0 if none ran.
+        input_s: seconds of the half of a split backward that computes the gradients of inputs, the median; None if none ran, as in
+            profiles of earlier versions.
+        weight_s: seconds of the other half, likewise.
 
     Raises:
         ConfigurationError: a value is not a number or negative, more bytes are movable than saved, or a forward takes no time.
@@ -42,6 +45,8 @@ class Measurement:
     input_gradient_bytes: int
     forward_s: float
     backward_s: float
+    input_s: float | None = None
+    weight_s: float | None = None
 
     def __post_init__(self) -> None:
         check_count("microbatch_size", self.microbatch_size)
@@ -52,6 +57,18 @@ class Measurement:
         check_positive("forward_s", self.forward_s)
         if self.backward_s != 0 or isinstance(self.backward_s, bool):
             check_positive("backward_s", self.backward_s)
+        if (self.input_s is None) is not (self.weight_s is None):
+            raise ConfigurationError(f"input_s={self.input_s}, weight_s={self.weight_s}: give both halves of a backward, or none")
+        for name in ("input_s", "weight_s"):
+            if (half_s := getattr(self, name)) is not None:
+                check_positive(name, half_s)
+
+    @property
+    def halves_s(self) -> tuple[float, float]:
+        """Seconds of the halves of a split backward: half of a whole one each, if they were not measured."""
+        if self.input_s is None or self.weight_s is None:
+            return self.backward_s / 2, self.backward_s / 2
+        return self.input_s, self.weight_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +179,7 @@ def costs_of(
     nodes: Sequence[int] | None = None,
     bytes_per_parameter: float | None = None,
 ) -> Costs:
-    """Compute the costs of a plan whose stages were measured.
+    """Compute the costs of a plan whose stages were measured, with whole backwards or with split ones.
 
     Args:
         profiles: one for each stage, in order.
@@ -195,6 +212,8 @@ def costs_of(
     return Costs(
         forward_s=tuple(one.forward_s for one in measured),
         backward_s=tuple(one.backward_s for one in measured),
+        input_s=tuple(one.halves_s[0] for one in measured),
+        weight_s=tuple(one.halves_s[1] for one in measured),
         saved_bytes=tuple(one.own_bytes for one in measured),
         movable_bytes=tuple(one.movable_bytes for one in measured),
         output_bytes=tuple(one.output_bytes for one in measured),

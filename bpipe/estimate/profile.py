@@ -1,4 +1,4 @@
-"""Measure one stage alone: its saved bytes, counted as the runtime counts them, and the seconds of its forward and backward."""
+"""Measure one stage alone: its saved bytes, counted as the runtime counts them, and the seconds of its forward and backwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def profile(
     backward: bool = True,
     repeats: int = 5,
 ) -> Profile:
-    """Run a stage alone, count what it saves for the backward, and time it.
+    """Run a stage alone, count what it saves for the backward, and time its forward, its backward, and both halves of a split one.
 
     Bytes are counted with the code that a pipeline uses, so that they equal what a run's ledger shows for the same stage. The
     module is left as it was: gradients, buffers, random numbers and modes; only what else it does to itself (attributes that its
@@ -102,6 +102,7 @@ def _measured(bench: Bench, size: int, repeats: int) -> Measurement:
     try:
         footprint, output_bytes, input_gradient_bytes = bench.counted(size)
         times = [bench.timed(size) for _ in range(repeats)]
+        halves = [bench.timed_halves(size) for _ in range(repeats + 1)][1:] if bench.has_backward else []
     except Exception as error:
         note(error, f"while bpipe.profile ran {type(bench.module).__name__} on a microbatch of {size}")
         raise
@@ -114,4 +115,6 @@ def _measured(bench: Bench, size: int, repeats: int) -> Measurement:
         input_gradient_bytes=input_gradient_bytes,
         forward_s=median(forward_s for forward_s, _ in times),
         backward_s=median(backward_s for _, backward_s in times),
+        input_s=median(input_s for input_s, _ in halves) if halves else None,
+        weight_s=median(weight_s for _, weight_s in halves) if halves else None,
     )

@@ -1,16 +1,21 @@
-"""The measurements of `bpipe.profile_slices`, and a formula for the seconds of any slice that is fitted to them."""
+"""The measurements of `bpipe.profile_slices`, a formula for the seconds of any slice that is fitted to them, and a plan's costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import accumulate, combinations
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.checks import check_count, check_positive
+from bpipe.plan.action import Op
+from bpipe.plan.plan import Plan
+from bpipe.simulator.costs import Costs
 
-__all__ = ["SliceMeasurement", "SliceProfile"]
+__all__ = ["SliceMeasurement", "SliceProfile", "costs_of_slices"]
+
+Coefficients = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,12 +80,21 @@ class SliceProfile:
             raise ConfigurationError("slices of one length do not show what length costs: measure two or more, such as [256, 1024]")
 
     @cached_property
-    def coefficients(self) -> tuple[float, float, float, float]:
+    def coefficients(self) -> Coefficients:
         """The seconds of a slice for itself, for each of its positions, for each before it, and for attention's products.
 
         None is negative, and the squares of their relative errors add up to as little as possible.
         """
-        rows = [[term / one.seconds for term in _terms(one.length, one.context)] for one in self.measurements]
+        return self._fitted([one.seconds for one in self.measurements])
+
+    @cached_property
+    def _halves(self) -> tuple[Coefficients, Coefficients]:
+        """The coefficients of the seconds of a forward, and of those of a backward."""
+        both = [one.forward_s for one in self.measurements], [one.backward_s for one in self.measurements]
+        return self._fitted(both[0]), self._fitted(both[1])
+
+    def _fitted(self, seconds: Sequence[float]) -> Coefficients:
+        rows = [[term / s for term in _terms(one.length, one.context)] for one, s in zip(self.measurements, seconds)]
         known = [place for place, column in enumerate(zip(*rows)) if any(column)]
         found = [_solved(rows, kept) for size in range(1, 1 + len(known)) for kept in combinations(known, size)]
         _, best = min(((error, solution) for error, solution in found if min(solution) >= 0), key=lambda one: one[0])
@@ -93,7 +107,15 @@ class SliceProfile:
             length: its positions.
             context: the positions before it.
         """
-        return float(sum(one * term for one, term in zip(self.coefficients, _terms(length, context))))
+        return _sum(self.coefficients, length, context)
+
+    def forward_s(self, length: int, context: int) -> float:
+        """Return the seconds of a slice's forward, from its positions and those before it."""
+        return _sum(self._halves[0], length, context)
+
+    def backward_s(self, length: int, context: int) -> float:
+        """Return the seconds of a slice's backward, likewise."""
+        return _sum(self._halves[1], length, context)
 
     @cached_property
     def error(self) -> float:
@@ -118,11 +140,56 @@ class SliceProfile:
         )
 
 
+def costs_of_slices(profiles: Sequence[SliceProfile], lengths: Sequence[int], costs: Costs, plan: Plan) -> Costs:
+    """Compute the costs of a plan whose slices were measured.
+
+    Args:
+        profiles: one for each stage, in order.
+        lengths: of the slices of a sequence, in positions, as `bpipe.partition.slice_lengths` returns them.
+        costs: of whole microbatches, as `costs_of` computes them: slices get their share of the bytes by their lengths. A split
+            backward of a slice has halves in the proportion that they have here.
+        plan: gives the number of slices.
+
+    Raises:
+        ConfigurationError: there is no profile for a stage, no length for a slice, or a length is no number of positions.
+
+    Example:
+        >>> from bpipe.schedules import build
+        >>> taken = {(l, x): 1.0 + 2.0 * l + 0.5 * l * (2 * x + l) for l in (1, 2, 4) for x in (0, 4)}
+        >>> measured = [SliceMeasurement(length=l, context=x, forward_s=s, backward_s=2 * s) for (l, x), s in taken.items()]
+        >>> profile = SliceProfile(name="Stage", device="cpu", measurements=tuple(measured))
+        >>> sliced = costs_of_slices([profile] * 2, [6, 2], Costs(saved_bytes=80), build("seq_1f1b", 2, 4, slices=2))
+        >>> [round(sliced.seconds(Op.F, 0, slice_), 6) for slice_ in (0, 1)], sliced.saved(0, 1)
+        ([31.0, 19.0], 20)
+    """
+    if len(profiles) != plan.num_stages:
+        raise ConfigurationError(f"{len(profiles)} profiles for {plan.num_stages} stages: give one for each")
+    for length in lengths:
+        check_count("length", length)
+    places = list(zip(lengths, accumulate(lengths, initial=0)))
+    backward_s = [[profile.backward_s(*place) for place in places] for profile in profiles]
+    halves: dict[Op, list[list[float]]] = {}
+    for op in (Op.I, Op.W):
+        shares = [costs.seconds(op, stage, 0) / (costs.seconds(Op.B, stage, 0) or 1.0) for stage in range(plan.num_stages)]
+        halves[op] = [[share * seconds for seconds in of_stage] for share, of_stage in zip(shares, backward_s)]
+    return replace(
+        costs.of_slices(plan, lengths=[length / sum(lengths) for length in lengths]),
+        forward_s=[[profile.forward_s(*place) for place in places] for profile in profiles],
+        backward_s=backward_s,
+        input_s=halves[Op.I],
+        weight_s=halves[Op.W],
+    )
+
+
+def _sum(coefficients: Coefficients, length: int, context: int) -> float:
+    return float(sum(one * term for one, term in zip(coefficients, _terms(length, context))))
+
+
 def _terms(length: int, context: int) -> tuple[float, float, float, float]:
     return 1.0, float(length), float(context), float(length * (2 * context + length))
 
 
-def _solved(rows: Sequence[Sequence[float]], kept: Iterable[int]) -> tuple[float, tuple[float, float, float, float]]:
+def _solved(rows: Sequence[Sequence[float]], kept: Iterable[int]) -> tuple[float, Coefficients]:
     """Return the least squares solution for some of the columns, with ones on the right, and its error; the others are 0."""
     import numpy as np  # not above: what needs no profile starts sooner
 

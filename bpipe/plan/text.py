@@ -64,7 +64,7 @@ def to_text(plan: PlanData) -> str:
     if plan.sizes is not None:
         for number, stages in enumerate(plan.sizes.by_slice):
             names = [f"{stage}/{number}" if plan.sizes.later_slices else f"{stage}" for stage in range(len(stages))]
-            lines += [f"size {name}: {','.join(map(str, s.parts))} {_numbers(s)}" for name, s in zip(names, stages)]
+            lines += [f"size {name}: {stage_text(s)}" for name, s in zip(names, stages)]
         lines.append(f"static: {' '.join(map(str, plan.sizes.static))}")
     if plan.budgets is not None:
         lines.append(f"budgets: {' '.join('-' if budget is None else str(budget) for budget in plan.budgets)}")
@@ -141,11 +141,13 @@ def _limit(word: str) -> int | None:
     return None if word == "-" else _whole(word)
 
 
-def _numbers(stage: StageSizes) -> str:
+def stage_text(stage: StageSizes) -> str:
+    """Write a stage's sizes as words that `read_stage` reads."""
     numbers = [getattr(stage, name) for name in NUMBERS]
     named = [f"{name}={number}" for name in NAMED if (number := getattr(stage, name))]
     skips = f"skips={','.join(':'.join(map(str, skip)) for skip in stage.skips)}"
-    return " ".join([*(str(number) for number in numbers if number is not None), *named, *([skips] if stage.skips else [])])
+    in_order = (str(number) for number in numbers if number is not None)
+    return " ".join([",".join(map(str, stage.parts)), *in_order, *named, *([skips] if stage.skips else [])])
 
 
 def _read_sizes(lines: list[str], num_stages: int) -> tuple[Sizes | None, tuple[int | None, ...] | None]:
@@ -159,7 +161,7 @@ def _read_sizes(lines: list[str], num_stages: int) -> tuple[Sizes | None, tuple[
         number, stage = divmod(len(stages), num_stages)  # of the next slice and stage
         try:
             if kind == (f"size {stage}/{number}" if is_sliced else f"size {len(stages)}"):
-                stages.append(_read_stage(words.split()))
+                stages.append(read_stage(words.split()))
             elif kind == "static" and sizes is None:
                 sizes = Sizes(stages=(), static=tuple(map(_whole, words.split())))
             elif kind == "budgets" and budgets is None:
@@ -181,8 +183,13 @@ def _read_sizes(lines: list[str], num_stages: int) -> tuple[Sizes | None, tuple[
     return sizes, budgets
 
 
-def _read_stage(words: list[str]) -> StageSizes:
-    """Read the parts of a stage, its numbers in order, and then those of slices by their names."""
+def read_stage(words: list[str]) -> StageSizes:
+    """Read the parts of a stage, its numbers in order, and then those of slices by their names.
+
+    Raises:
+        ValueError: a word is missing, or is not what stands at its place.
+        ConfigurationError: no stage has such sizes.
+    """
     parts, *numbers = words
     named: dict[str, int] = {}
     words = numbers.pop().removeprefix("skips=").split(",") if numbers and numbers[-1].startswith("skips=") else []

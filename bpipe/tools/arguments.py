@@ -324,27 +324,27 @@ def costs_given(args: argparse.Namespace) -> list[str]:
 
 
 def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
-    """Return the costs that the arguments give; those of a microbatch are shared out evenly among its slices."""
+    """Return the costs that the arguments give, in place of those that a trace tells; slices share a microbatch's evenly."""
     latency = args.latency or 0.0
+    bandwidths = {"cross_link": args.cross_bandwidth, "host_link": args.host_bandwidth}
     links: dict[str, Any] = {
-        "link": Link(latency_s=latency, bytes_per_s=inf if args.bandwidth is None else args.bandwidth),
-        "cross_link": None if args.cross_bandwidth is None else Link(latency_s=latency, bytes_per_s=args.cross_bandwidth),
-        "host_link": None if args.host_bandwidth is None else Link(latency_s=latency, bytes_per_s=args.host_bandwidth),
-        "nodes": nodes_of(args, plan),
-        "slowdown": 1.0 if args.slowdown is None else args.slowdown,
-        "overlapped_share": args.overlapped_share or 0.0,
+        kind: Link(latency_s=latency, bytes_per_s=bandwidth) for kind, bandwidth in bandwidths.items() if bandwidth is not None
     }
+    if args.bandwidth is not None or args.latency is not None:
+        links["link"] = Link(latency_s=latency, bytes_per_s=inf if args.bandwidth is None else args.bandwidth)
+    links |= {name: given for name in ("slowdown", "overlapped_share") if (given := getattr(args, name)) is not None}
+    nodes = nodes_of(args, plan)
     given = {field: getattr(args, name) for name, (field, *_) in BY_STAGE.items() if getattr(args, name) is not None}
     attention = attention_of(args)
     if args.measured is None:
         lengths = None if attention is None else even_shares(attention, plan.slices)
         given = with_attention(given, attention)
-        return Costs(**(shared_out(given, plan) if args.per_rank else given), **links).of_slices(plan, lengths=lengths)
+        return Costs(**(shared_out(given, plan) if args.per_rank else given), **links, nodes=nodes).of_slices(plan, lengths=lengths)
     if given or args.per_rank or attention is not None:
         found = ", ".join([*given, *["--per-rank"] * args.per_rank, *["attention's share"] * (attention is not None)])
         raise ConfigurationError(f"--measured gives the times and bytes of stages: leave {found} out")
     steps = read_trace(args.measured)
-    costs = calibrated(steps if args.step is None else [chosen_step(steps, args.step)], plan)
+    costs = calibrated(steps if args.step is None else [chosen_step(steps, args.step)], plan, nodes=nodes)
     if costs.gradient_bytes is None and plan.num_stages > 1:
         note(f"{plan.name}: the traced plan counts slots and says nothing of messages between stages, so they are not counted")
     return replace(costs, **links)

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from bpipe._version import __version__
 from bpipe.plan.action import COMPUTE, HOST, MESSAGES, POSTS, RECEIVER_OF, SENDS, SERVED, SHARDING, START_OF, Action, Op
+from bpipe.plan.text import stage_text
 from bpipe.plan.whereabouts import whereabouts
 from bpipe.simulator.timeline import Timeline
 from bpipe.tools.chrome_read import DEVICE, FILL_JOB, FORMAT
@@ -129,6 +130,7 @@ def lines(timelines: Sequence[Timeline], origin: Origin) -> Iterator[str]:
 
 def _header(timeline: Timeline, plan: int, start_ns: int) -> Event:
     errors = list(timeline.clock_error_s) if isinstance(timeline, Measured) else None
+    sizes = timeline.stage_sizes if isinstance(timeline, Measured) else {}
     return {
         "plan": plan,
         "source": timeline.source,
@@ -138,6 +140,7 @@ def _header(timeline: Timeline, plan: int, start_ns: int) -> Event:
         "static_bytes": [lane.static_bytes for lane in timeline.actions],
         "remote_buffer_bytes": [lane.remote_buffer_bytes for lane in timeline.actions],
         "clock_error_s": errors,
+        "stage_sizes": {stage: list(map(stage_text, of_stage)) for stage, of_stage in sizes.items()},
     }
 
 

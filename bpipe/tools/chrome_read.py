@@ -16,6 +16,7 @@ from typing import Any
 
 from bpipe.errors import BPipeError, ConfigurationError, printable
 from bpipe.plan.plan import Plan
+from bpipe.plan.text import read_stage
 from bpipe.simulator.timeline import Lane, Timeline
 from bpipe.tools.measured import Measured, computed, merged
 from bpipe.verifier.proof import verify
@@ -176,6 +177,11 @@ class _Draft:
         self._idle = list(zip(map(_integer, header["static_bytes"]), map(_integer, header["remote_buffer_bytes"]), strict=True))
         errors_s = header["clock_error_s"]
         self._errors_s = None if errors_s is None else tuple(float(_number(error)) for error in errors_s)
+        texts = header.get("stage_sizes", {})  # which files of earlier versions lack
+        self._sizes = {int(stage): tuple(read_stage(text.split()) for text in of_stage) for stage, of_stage in texts.items()}
+        alike = {places.plan.slices}.issuperset(map(len, self._sizes.values()))
+        if not alike or not self._sizes.keys() <= set(range(places.plan.num_stages)):
+            raise ConfigurationError("a damaged trace: its sizes are of other stages or slices than its plan's")
         if not len(self._idle) == num_ranks == len(self._idle if self._errors_s is None else self._errors_s):
             raise ConfigurationError(
                 f"a damaged trace: a timeline of a plan of {num_ranks} ranks describes another number of ranks"
@@ -234,7 +240,8 @@ class _Draft:
         }
         if self._errors_s is None:
             return Timeline(**known)
-        return Measured(**known, began_s=self._start_ns / 1e9, device=tuple(device), clock_error_s=self._errors_s)
+        known |= {"device": tuple(device), "clock_error_s": self._errors_s, "stage_sizes": self._sizes}
+        return Measured(**known, began_s=self._start_ns / 1e9)
 
     def _check_filled(self) -> None:
         for rank, lane in self._lanes.items():

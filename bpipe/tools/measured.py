@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import isnan
 
 from bpipe.errors import ConfigurationError
 from bpipe.plan.action import COMPUTE, MIRROR, Action
 from bpipe.plan.plan import Plan
+from bpipe.plan.sizes import Sizes, StageSizes
 from bpipe.simulator.timeline import Lane, Span, Timeline
 
 __all__ = ["Measured", "typical"]
@@ -23,6 +24,8 @@ class Measured(Timeline):
         began_s: when the step's first action began, in seconds since the trace did.
         device: on CUDA, when the device ran each computation of a rank, an entry for each of `computed(plan, rank)`; else empty.
         clock_error_s: how wrong the clock of each rank can be against rank 0 of the group.
+        stage_sizes: what a microbatch took on each stage of the ranks here, one entry for each slice of it; empty for an
+            evaluation, and in traces of earlier versions.
 
     The lanes have the host's times: on CUDA they say when a computation was queued, and `device` says when it ran.
     """
@@ -30,6 +33,21 @@ class Measured(Timeline):
     began_s: float
     device: tuple[Lane, ...]
     clock_error_s: tuple[float, ...]
+    stage_sizes: Mapping[int, tuple[StageSizes, ...]] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> Sizes | None:
+        """The plan's sizes or, if it counts slots, the measured ones; None if those of a stage are not known."""
+        plan = self.plan
+        if plan.sizes is not None or len(self.stage_sizes) < plan.num_stages:
+            return plan.sizes
+        sizes = Sizes.of_slices(zip(*(self.stage_sizes[stage] for stage in range(plan.num_stages))), static=(0,) * plan.num_ranks)
+        return replace(sizes, static=tuple(self._static_bytes(rank, sizes) for rank in range(plan.num_ranks)))
+
+    def _static_bytes(self, rank: int, sizes: Sizes) -> int:
+        """Return a rank's bytes other than its own microbatches, messages and its buffers for remote activations."""
+        lane, buffers = self.actions[rank], self.plan.remote_buffers(rank, sizes.moved)
+        return max(0, lane.static_bytes + lane.remote_buffer_bytes - sum(map(sum, buffers.values())))
 
     def computations(self, rank: int) -> Iterator[Span]:
         """Return the forwards and backwards of a rank: when the device ran them if that was measured, else when the host did."""
@@ -88,6 +106,7 @@ def merged(parts: Sequence[Measured]) -> Measured:
         step=first.step,
         began_s=began_s,
         clock_error_s=tuple(owner[rank].clock_error_s[rank] for rank in ranks),
+        stage_sizes={stage: sizes for part in parts for stage, sizes in part.stage_sizes.items()},
     )
 
 

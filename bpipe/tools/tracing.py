@@ -237,6 +237,7 @@ def _timeline(record: RecordedStep, rank: int, zero_ns: int, errors: tuple[float
         step=record.step,
         began_s=(began_ns - zero_ns) / 1e9,
         clock_error_s=errors,
+        stage_sizes=record.stage_sizes,
     )
 
 

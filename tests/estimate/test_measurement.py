@@ -28,6 +28,7 @@ measurements = st.builds(
     forward_s=times,
     backward_s=times,
 )
+measurements |= st.builds(lambda one, i, w: replace(one, input_s=i, weight_s=w), measurements, times, times)
 
 
 def in_order(found: list[Measurement]) -> tuple[Measurement, ...]:
@@ -78,6 +79,8 @@ def test_json_that_is_no_profile(text: Any) -> None:
     st.sampled_from(sorted(set(json.loads(STAGE.to_json())) | set(asdict(ONE)))), st.sampled_from([-1, -0.5, True, [], {}, None])
 )
 def test_fields_that_make_no_profile(name: str, value: object) -> None:
+    if name in ("input_s", "weight_s") and value is None:
+        return  # not measured
     with pytest.raises(ConfigurationError, match="not a profile"):
         Profile.from_json(changed(name, value))
 
@@ -87,6 +90,7 @@ def test_fields_that_make_no_profile(name: str, value: object) -> None:
     [
         *({"forward_s": 0}, {"forward_s": float("inf")}, {"forward_s": 10**400}, {"backward_s": float("nan")}),
         *({"backward_s": False}, {"movable_bytes": 101}, {"microbatch_size": 0}, {"own_bytes": 1.0}),
+        *({"input_s": 1.0}, {"weight_s": 1.0}, {"input_s": 0.0, "weight_s": 1.0}, {"weight_s": -1.0, "input_s": 1.0}),
     ],
 )
 def test_impossible_measurements(changes: dict[str, Any]) -> None:
@@ -130,6 +134,17 @@ def test_costs() -> None:
     assert [costs.carried(Action(Op.SEND_F, x, 0)) for x in (0, 1)] == [10, 10]
     assert [costs.carried(Action(Op.SEND_B, x, 0)) for x in (1, 2)] == [11, 13]
     assert simulate(build("1f1b", 3, 4), costs).device_peak_bytes(0) == 3 * 100 + STAGE.static_bytes() + 7
+
+
+def test_costs_of_halves() -> None:
+    """Measured ones, or half of a backward each, as in profiles of earlier versions, whose JSON has none."""
+    halved = replace(STAGE, measurements=(replace(ONE, input_s=1.25, weight_s=0.5),))
+    fields = json.loads(STAGE.to_json())
+    for name in ("input_s", "weight_s"):
+        del fields["measurements"][0][name]
+    costs = costs_of([halved, Profile.from_json(json.dumps(fields))], 2)
+    assert [[costs.seconds(op, stage, 0) for op in (Op.B, Op.I, Op.W)] for stage in (0, 1)] == [[2.0, 1.25, 0.5], [2.0, 1.0, 1.0]]
+    assert simulate(build("zb_h1", 2, 1), costs).work_s(0) == 1.0 + 1.25 + 0.5
 
 
 def test_sizes_that_were_not_measured() -> None:

@@ -19,7 +19,7 @@ from bpipe.errors import ConfigurationError, StageError
 from bpipe.estimate import Measurement, Profile, costs_of
 from bpipe.estimate.profile import profile
 from bpipe.memory.saved.footprint import Footprint
-from bpipe.schedules import simulate
+from bpipe.schedules import Op, simulate
 from tests.models import KINDS, Block, ConvNorm, batch_of, modules_of, mse
 
 P, M, ROWS = 4, 5, 2
@@ -143,7 +143,57 @@ def test_times() -> None:
     (one,) = profile(Slow(), torch.randn(1, 2), repeats=3).measurements
     assert 0.02 <= one.forward_s < 0.06 <= one.backward_s
     (alone,) = profile(Slow(), torch.randn(1, 2), repeats=1, backward=False).measurements
-    assert (alone.own_bytes, alone.backward_s) == (0, 0.0)
+    assert (alone.own_bytes, alone.backward_s, alone.input_s, alone.weight_s) == (0, 0.0, None, None)
+
+
+class SleepForWeights(torch.autograd.Function):
+    """Sleeps for 0.03 seconds where the gradient of a weight is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.03)
+        return gradients[0]
+
+
+class Halved(nn.Module):
+    """Sleeps for 0.02 seconds forward, 0.06 for the gradient of its input, and 0.03 for that of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply(x) @ SleepForWeights.apply(self.weight)
+
+
+def test_halves_of_a_backward() -> None:
+    """As a split backward runs in a step: on the first stage, whose input needs no gradient, all of it waits for W."""
+    module = Halved()
+    (one,) = profile(module, torch.randn(1, 2), repeats=3).measurements
+    assert one.input_s is not None and one.weight_s is not None
+    assert 0.06 <= one.input_s < 0.09 <= one.backward_s and 0.03 <= one.weight_s < 0.06
+    (first,) = profile(module, torch.randn(1, 2), repeats=1, is_first=True).measurements
+    assert first.input_s is not None and first.input_s < 0.02 and first.weight_s is not None and first.weight_s >= 0.03
+    loopback = bpipe.Loopback(2)
+    stages = [bpipe.PipelineStage(Halved(), i, 2, "cpu", loopback.rank(i)) for i in range(2)]
+    schedules = [bpipe.ZBH1(stage, 2, loss_fn=mse) for stage in stages]
+    with bpipe.trace(schedules) as trace:
+        loopback.step(schedules, torch.randn(2, 2), target=torch.randn(2, 2))
+    spans = [span for rank in range(2) for span in trace.timelines[0].computations(rank)]
+    taken = {(span.action.op, span.action.stage): span.seconds for span in spans}
+    assert 0.06 <= taken[Op.I, 1] < 0.09 and 0.03 <= taken[Op.W, 1] < 0.06 and taken[Op.I, 0] < 0.02 <= taken[Op.W, 0]
+
+
+def test_halves_of_a_stage_with_hooks_are_those_of_its_later_steps() -> None:
+    """The first backward runs as a whole, to hear whether hooks queue callbacks; it is not timed."""
+    module = Halved()
+    module.weight.register_hook(lambda gradient: gradient * 1)
+    (one,) = profile(module, torch.randn(1, 2), repeats=1).measurements
+    assert one.input_s is not None and one.input_s < 0.09 and one.weight_s is not None and one.weight_s >= 0.03
 
 
 # Left as it was.

@@ -12,8 +12,9 @@ from torch import nn
 
 import bpipe
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.estimate import SliceMeasurement, SliceProfile
+from bpipe.estimate import SliceMeasurement, SliceProfile, costs_of_slices
 from bpipe.partition import slice_lengths
+from bpipe.schedules import Action, Op, build, simulate
 from tests.slices.models import KINDS, WIDTH, Stage, Whole, batch_of, stages_of
 from tests.slices.test_run import by_themselves, furthest, run, taken
 
@@ -115,6 +116,23 @@ def test_no_coefficient_is_negative_and_the_error_is_told() -> None:
     assert min(profile.coefficients) >= 0
     errors = [abs(profile.seconds(one.length, one.context) / one.seconds - 1) for one in profile.measurements]
     assert profile.error == max(errors) > 0.1 and f"within {100 * profile.error:.0f}%" in str(profile)
+
+
+def test_costs_of_slices() -> None:
+    """What each slice takes by itself on each stage: forwards and backwards by their own formulas, bytes by lengths."""
+    profile = measured(lambda length, context: 3.0 + 0.3 * length + 3e-3 * length * (2 * context + length), [8, 32, 64], [0, 32])
+    plan = build("seq_1f1b", 2, 3, slices=3)
+    whole = bpipe.schedules.Costs(forward_s=9.0, backward_s=2.0, input_s=1.0, weight_s=0.5, saved_bytes=100, output_bytes=64)
+    costs = costs_of_slices([profile, profile], [32, 16, 16], whole, plan)
+    for slice_, (length, context) in enumerate([(32, 0), (16, 32), (16, 48)]):
+        forward, backward = costs.seconds(Op.F, 1, 3 + slice_), costs.seconds(Op.B, 0, slice_)
+        assert [forward, backward] == pytest.approx([profile.seconds(length, context) / third for third in (3, 1.5)])
+        assert [costs.seconds(op, 0, slice_) for op in (Op.I, Op.W)] == pytest.approx([backward / 2, backward / 4])
+    assert [costs.saved(0, slice_) for slice_ in range(3)] == [50, 25, 25] and costs.carried(Action(Op.SEND_F, 0, 0)) == 32
+    assert simulate(plan, costs).makespan_s > 0
+    for wrong, match in (([profile], "1 profiles for 2 stages"), ([profile] * 2, "lengths=.*give 3 shares")):
+        with pytest.raises(ConfigurationError, match=match):
+            costs_of_slices(wrong, [32, 32], whole, plan)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,174 @@
+"""Links from measured steps: what transfers take apart from waiting, as a latency and a bandwidth for each kind of link."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations, takewhile
+from math import inf
+from statistics import median
+from typing import NamedTuple
+
+from bpipe.plan.action import HOST, SENDS, WAIT_OF, Action, Identity, Op
+from bpipe.simulator.costs import Link
+from bpipe.simulator.timeline import Span, Timeline
+from bpipe.tools.measured import Measured
+
+__all__: list[str] = []
+
+LEAST_WAIT_S, LEAST_WAIT_SHARE = 1e-3, 0.1  # of a transfer's time: a lane that waits less may have found it complete
+
+Carried = Callable[[Action], int]
+Way = tuple[int, int]  # from one rank to another, or to or from its host
+
+
+class Flight(NamedTuple):
+    """A transfer in one direction of a link.
+
+    Args:
+        num_bytes: what it carries.
+        begin_s: when the later one of its ends was posted.
+        end_s: when it was known to be complete.
+        is_seen: whether it was complete then and no earlier, because a lane had waited for it.
+        error_s: how wrong the time between both can be, because two clocks measured it.
+    """
+
+    num_bytes: int
+    begin_s: float
+    end_s: float
+    is_seen: bool
+    error_s: float
+
+
+def flights(timeline: Timeline, carried: Carried) -> dict[Way, list[Flight]]:
+    """Return the transfers of each direction of each link, in the order in which both of their ends were posted.
+
+    On an asynchronous device, hosts do not wait for transfers, so that their ends are not known there: they are left out. So are
+    those of a loopback, whose ranks take turns: its clocks are one, without an error. Exchanges of twins, which go both ways at
+    once, are not counted.
+
+    Args:
+        timeline: a step of all ranks.
+        carried: the bytes of a transfer, given the action that posts its end.
+    """
+    if isinstance(timeline, Measured) and not any(timeline.clock_error_s):
+        return {}
+    ends = {
+        (rank, span.action.identity): span
+        for rank in timeline.ranks
+        for span in (*timeline.spans(rank), *timeline.served_spans(rank))
+    }
+    hosts = {rank for rank in timeline.ranks if not (isinstance(timeline, Measured) and timeline.device[rank].begin_s)}
+    found: dict[Way, list[Flight]] = defaultdict(list)
+    for way, span, other in _transfers(timeline, ends):
+        if hosts.issuperset({*way} - {HOST}):
+            found[way].append(_flight(timeline, ends, way, span, other, carried(span.action)))
+    return {way: sorted(flights, key=lambda flight: flight.begin_s) for way, flights in found.items()}
+
+
+def _transfers(timeline: Timeline, ends: dict[tuple[int, Identity], Span]) -> Iterator[tuple[Way, Span, Span]]:
+    """Yield the way of each transfer, with the span of its post on this rank, and of that on the receiving one."""
+    for (rank, _), span in ends.items():
+        action = span.action
+        if action.peer == HOST and action.is_post:
+            yield (rank, HOST) if action.op is Op.EVICT else (HOST, rank), span, span
+        elif action.op in SENDS and action.peer is not None:
+            received = ends.get((action.peer, timeline.plan.other_end(action)))
+            if received is not None:
+                yield (rank, action.peer), span, received
+
+
+def _flight(
+    timeline: Timeline, ends: dict[tuple[int, Identity], Span], way: Way, sent: Span, received: Span, num_bytes: int
+) -> Flight:
+    """Return a transfer: the receiving end knows when it is complete, a sender only when it may use its memory again."""
+    begin, end = max(sent.begin_s, received.begin_s), received.end_s
+    if timeline.source == "simulated":
+        return Flight(num_bytes, begin, end, True, 0.0)
+    src, dst = way
+    rank = src if dst == HOST else dst
+    wait = ends[rank, (WAIT_OF[received.action.op], *received.action.identity[1:])]
+    is_seen = wait.begin_s <= begin < end or wait.seconds >= max(LEAST_WAIT_S, LEAST_WAIT_SHARE * (end - begin))
+    crosses = isinstance(timeline, Measured) and HOST not in way and sent.begin_s > received.begin_s
+    error_s = timeline.clock_error_s[src] + timeline.clock_error_s[dst] if crosses and isinstance(timeline, Measured) else 0.0
+    return Flight(num_bytes, begin, end, is_seen, error_s)
+
+
+class _Busy(NamedTuple):
+    """Seconds in which a link carried these bytes without a pause."""
+
+    num_bytes: int
+    seconds: float
+    error_s: float
+
+
+def fitted(ways: Iterable[Sequence[Flight]]) -> Link | None:
+    """Return the link whose latency and bandwidth explain most transfers; None if none was seen that took long enough.
+
+    Transfers that were on their way together count as one, of all their bytes: so it does not matter whether they shared the link
+    or took turns. For each number of bytes the median counts, unless the clocks of the two ranks can be wrong by more than that.
+
+    Args:
+        ways: the transfers of each direction of such links.
+    """
+    points: dict[int, list[float]] = defaultdict(list)
+    for flights in ways:
+        by_size: dict[int, list[_Busy]] = defaultdict(list)
+        for busy in _busy(flights):
+            by_size[busy.num_bytes].append(busy)
+        for num_bytes, some in by_size.items():
+            if median(busy.seconds for busy in some) > max(busy.error_s for busy in some):
+                points[num_bytes] += [busy.seconds for busy in some]
+    return _line([(num_bytes, median(seconds), len(seconds)) for num_bytes, seconds in sorted(points.items())])
+
+
+def _busy(flights: Iterable[Flight]) -> Iterator[_Busy]:
+    """Yield the times in which a direction of a link was busy, from transfers in the order in which they were posted."""
+    together: list[Flight] = []
+    for flight in flights:
+        if together and flight.begin_s >= max(one.end_s for one in together):
+            yield from _as_one(together)
+            together = []
+        together.append(flight)
+    yield from _as_one(together)
+
+
+def _as_one(together: Sequence[Flight]) -> Iterator[_Busy]:
+    """Yield transfers as one, up to the first of which it is not known when it was complete: behind it there may be a pause."""
+    seen = list(takewhile(lambda flight: flight.is_seen, together))
+    if seen:
+        seconds = max(flight.end_s for flight in seen) - seen[0].begin_s
+        yield _Busy(sum(flight.num_bytes for flight in seen), seconds, max(flight.error_s for flight in seen))
+
+
+def _line(points: Sequence[tuple[int, float, int]]) -> Link | None:
+    """Return the link through most points of bytes, seconds and number of transfers: the median of slopes, then of what is left.
+
+    With one number of bytes, and where more bytes cost more than in proportion, it is a bandwidth alone; where more bytes do not
+    cost more, a latency alone.
+    """
+    if not points:
+        return None
+    slopes = [((t - s) / (b - a), (b - a) * min(n, m)) for (a, s, n), (b, t, m) in combinations(points, 2)]
+    per_byte = max(0.0, weighted_median(slopes)) if slopes else 0.0
+    latency = weighted_median([(seconds - per_byte * num_bytes, count) for num_bytes, seconds, count in points])
+    if latency < 0 or not slopes:
+        latency = 0.0
+        per_byte = weighted_median([(seconds / num_bytes, num_bytes * count) for num_bytes, seconds, count in points if num_bytes])
+    return Link(latency_s=latency, bytes_per_s=1 / per_byte if per_byte else inf)
+
+
+def weighted_median(values: Iterable[tuple[float, float]], share: float = 0.5) -> float:
+    """Return the value below which this share of all weight lies; 0 if there is none.
+
+    Args:
+        values: each with its weight.
+        share: of the weight; 0.25 gives the lower quartile.
+    """
+    ordered = sorted(values)
+    rest = share * sum(weight for _, weight in ordered)
+    for value, weight in ordered:
+        rest -= weight
+        if rest <= 0:
+            return value
+    return 0.0
