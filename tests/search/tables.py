@@ -67,21 +67,15 @@ class Table:
             link=Link(bytes_per_s=rate),
         )
 
-    def families(self, *, moves: bool = True) -> list[Family]:
-        """Return the schedules that can run, by their computations; `moves`: whether they may evict and recompute."""
+    def families(self) -> list[Family]:
+        """Return the schedules that can run, by their computations."""
         found = []
         for per_rank, names in FAMILIES:
             plans = [plan for name in names if (plan := self._plan(name, per_rank)) is not None]
             if plans:
                 costs = self.costs(per_rank)
                 most = self.budget * MICROBATCH + MESSAGES * costs.carried(Action(Op.SEND_F, 0, 0))
-                setting = Setting(
-                    costs=costs,
-                    sizes=sizes_of(plans[0], costs, 1),
-                    budgets=(most,) * self.num_ranks,
-                    evicts=moves,
-                    recomputes=moves,
-                )
+                setting = Setting(costs=costs, sizes=sizes_of(plans[0], costs, 1), budgets=(most,) * self.num_ranks)
                 found.append(Family(starts=tuple(plans), setting=setting))
         return found
 

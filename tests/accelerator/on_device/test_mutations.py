@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ from tests.accelerator import mutations
 from tests.accelerator.device import KIND, reports, simulator
 from tests.accelerator.mutations import BY_COPIES, IN_LOOPBACK, INTO_LENT_MEMORY, OVER_GLOO, OVER_NCCL, Mutation
 from tests.ranks import run_ranks
+from tests.tries import holds_in_one_try
 
 
 def in_loopback(rank: int, mutation: Mutation) -> list[str]:
@@ -49,35 +50,45 @@ def some_of(mutations: Sequence[Mutation]) -> list[Any]:
     return [pytest.param(one, id=one.name, marks=mark) for one, mark in zip(mutations, marks)]
 
 
-def check(mutation: Mutation, reported: list[list[str]]) -> None:
-    """Some rank's checker found a missing order, which a kernel that failed does not show; none did where nothing is missing."""
-    found = [report for of_rank in reported for report in of_rank if report.startswith(("race:", "reuse:"))]
-    assert bool(found) == (not mutation.harmless), reported
+def check(mutation: Mutation, run: Callable[..., list[str]], num_ranks: int, *args: object) -> None:
+    """Some rank's checker finds a missing order, which a kernel that failed does not show; none does where nothing is missing.
+
+    Where memory is freed too early, that shows only if what still uses it is late, so that it may take another try.
+    """
+
+    def found() -> list[str]:
+        reported = run_ranks(run, num_ranks, mutation, *args)
+        return [report for of_rank in reported for report in of_rank if report.startswith(("race:", "reuse:"))]
+
+    if mutation.harmless:
+        assert not found()
+    else:
+        holds_in_one_try(found, bool)
 
 
 @pytest.mark.parametrize("mutation", some_of(IN_LOOPBACK))
 def test_in_the_loopback(mutation: Mutation) -> None:
-    check(mutation, run_ranks(in_loopback, 1, mutation))
+    check(mutation, in_loopback, 1)
 
 
 @pytest.mark.parametrize("mutation", some_of(OVER_GLOO))
 def test_over_gloo(mutation: Mutation) -> None:
-    check(mutation, run_ranks(over, 4, mutation, False))
+    check(mutation, over, 4, False)
 
 
 @pytest.mark.parametrize("mutation", some_of(OVER_NCCL))
 def test_over_nccl(mutation: Mutation) -> None:
-    check(mutation, run_ranks(over, 4, mutation, True))
+    check(mutation, over, 4, True)
 
 
 @pytest.mark.skipif(KIND != "cuda", reason="only CUDA's memory is lent")
 @pytest.mark.parametrize("nccl", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("mutation", some_of(INTO_LENT_MEMORY))
 def test_into_lent_memory(mutation: Mutation, nccl: bool) -> None:
-    check(mutation, run_ranks(over, 4, mutation, nccl))
+    check(mutation, over, 4, nccl)
 
 
 @pytest.mark.skipif(KIND != "cuda", reason="only CUDA's devices copy messages to each other")
 @pytest.mark.parametrize("mutation", some_of(BY_COPIES))
 def test_by_copies(mutation: Mutation) -> None:
-    check(mutation, run_ranks(over, 4, mutation, True, True))
+    check(mutation, over, 4, True, True)
