@@ -28,7 +28,7 @@ from bpipe.verifier.proof import verify
 
 __all__: list[str] = []
 
-EFFORT = 20_000_000  # items that run while annealing, in all: some seconds
+EFFORT = 20_000_000  # items that run while annealing, in all
 FIRST = 0.4  # of the effort: for orders before they are kept within the budgets
 MOST_IMPROVED = 3  # plans that are annealed once more
 MORE = (0, 1, 2, 4)  # microbatches of the largest stage that an order may at first take beyond the budgets
@@ -123,7 +123,7 @@ class _Work:
         return inf if times is None else times.step_s
 
     def made(self, effort: int) -> Iterator[Lanes]:
-        """Yield an order for each amount of memory that an order may at first take beyond the budgets."""
+        """Yield an order for each amount of memory that orders may at first take beyond the budgets, if there are any."""
         levels = list(self._levels())
         tries = effort // (len(levels) * max(1, len(self._shop.actions)))
         rules = list(self._rules())
@@ -170,7 +170,7 @@ class _Work:
         return next((lanes for lanes in reversed(orders) if not any(self._over(lanes))), orders[-1])
 
     def _levels(self) -> Iterator[Budgets]:
-        able = self._setting.evicts or self._setting.recomputes
+        able = (self._setting.evicts or self._setting.recomputes) and any(limit is not None for limit in self._limits)
         largest = max(stage.saved for stages in self._setting.sizes.by_slice for stage in stages)
         for more in MORE if able else MORE[:1]:
             yield tuple(None if limit is None else limit + more * largest for limit in self._limits)
