@@ -21,6 +21,7 @@ class StageChoice:
         forward_s: seconds of each stage's forward, of one microbatch.
         backward_s: likewise of its backward.
         input_s: likewise of the half of a split backward that computes the gradients of its inputs.
+        weight_s: likewise of the other half.
         saved_bytes: what a microbatch keeps on each stage.
         output_bytes: what each stage's forward sends.
         static_bytes: what stays on each stage: parameters, gradients, optimizer states.
@@ -36,6 +37,7 @@ class StageChoice:
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
     input_s: tuple[float, ...]
+    weight_s: tuple[float, ...]
     saved_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
     static_bytes: tuple[int, ...]
@@ -50,6 +52,7 @@ class StageChoice:
             forward_s=self.forward_s,
             backward_s=self.backward_s,
             input_s=self.input_s,
+            weight_s=self.weight_s,
             saved_bytes=self.saved_bytes,
             output_bytes=self.output_bytes,
             static_bytes=self.static_bytes,

@@ -22,6 +22,8 @@ class LayerCost:
         backward_s: seconds of its backward.
         input_s: seconds of the half of a split backward that computes the gradients of its inputs; 0 in the first layer, if the
             model's own input needs none; None if it was not measured: then half of the backward.
+        weight_s: seconds of the other half; None if it was not measured: then what is left of the backward. Both halves together
+            take longer than a whole backward, because some work is done in each.
         saved_bytes: what its forward keeps for the backward.
         shared_bytes: the part of these that the layer before keeps too, so that it counts once where both are on one stage.
         output_bytes: what it sends if a stage ends with it.
@@ -39,6 +41,7 @@ class LayerCost:
     forward_s: float
     backward_s: float
     input_s: float | None = None
+    weight_s: float | None = None
     saved_bytes: int = 0
     shared_bytes: int = 0
     output_bytes: int = 0
@@ -47,7 +50,8 @@ class LayerCost:
     def __post_init__(self) -> None:
         if isinstance(self.names, str) or not self.names or not all(isinstance(name, str) for name in self.names):
             raise ConfigurationError(f"names={self.names!r}: give the names of the layer's modules, such as ('layers.0',)")
-        for name in ("forward_s", "backward_s", *(("input_s",) if self.input_s is not None else ())):
+        halves = [name for name in ("input_s", "weight_s") if getattr(self, name) is not None]
+        for name in ("forward_s", "backward_s", *halves):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: give seconds of at least 0")
         for name in ("saved_bytes", "shared_bytes", "output_bytes", "static_bytes"):
@@ -63,7 +67,8 @@ class Chain:
         self.layers = tuple(layers)
         self._forward = _sums(layer.forward_s for layer in self.layers)
         self._backward = _sums(layer.backward_s for layer in self.layers)
-        self._input = _sums(layer.backward_s / 2 if layer.input_s is None else layer.input_s for layer in self.layers)
+        halves = [_halves_s(layer) for layer in self.layers]
+        self._input, self._weight = _sums(input_s for input_s, _ in halves), _sums(weight_s for _, weight_s in halves)
         self._saved = _sums(layer.saved_bytes for layer in self.layers)
         self._shared = _sums(layer.shared_bytes for layer in self.layers)
         self._static = _sums(layer.static_bytes for layer in self.layers)
@@ -84,7 +89,14 @@ class Chain:
 
         In a stage that begins with a model's input, which needs no gradient, nothing is left of it: all of its backward waits.
         """
-        return 0.0 if start == 0 and self.layers[0].input_s == 0 else self._input[end] - self._input[start]
+        return 0.0 if self._waits(start) else self._input[end] - self._input[start]
+
+    def weight_s(self, start: int, end: int) -> float:
+        """Return the seconds of the other half."""
+        return self.backward_s(start, end) if self._waits(start) else self._weight[end] - self._weight[start]
+
+    def _waits(self, start: int) -> bool:
+        return start == 0 and self.layers[0].input_s == 0
 
     def seconds(self, start: int, end: int) -> float:
         """Return the seconds of a microbatch: forward and backward."""
@@ -101,6 +113,12 @@ class Chain:
     def names(self, start: int, end: int) -> tuple[str, ...]:
         """Return the names of these layers' modules."""
         return tuple(name for layer in self.layers[start:end] for name in layer.names)
+
+
+def _halves_s(layer: LayerCost) -> tuple[float, float]:
+    """Return the seconds of the halves of a layer's backward."""
+    input_s = layer.backward_s / 2 if layer.input_s is None else layer.input_s
+    return input_s, max(0.0, layer.backward_s - input_s) if layer.weight_s is None else layer.weight_s
 
 
 def _sums(numbers: Iterable[float]) -> list[float]:

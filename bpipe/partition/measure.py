@@ -32,11 +32,12 @@ Measured = Callable[[Callable[[], Any]], tuple[Any, float]]  # runs something, a
 
 
 class Timed(NamedTuple):
-    """The seconds of a forward, of its backward, and of the half of a split one that computes the gradients of inputs."""
+    """The seconds of a forward, of its backward, and of both halves of a split one."""
 
     forward_s: float
     backward_s: float
     input_s: float
+    weight_s: float
 
 
 def measure_layers(
@@ -191,13 +192,13 @@ def _alone(run: Callable[..., Any] | None, seen: Seen, measured: Measured) -> Ti
     output, forward_s = measured(lambda: run(*args, **kwargs))
     results = _differentiable(output)
     if not results:
-        return Timed(forward_s, 0.0, 0.0)
+        return Timed(forward_s, 0.0, 0.0, 0.0)
     gradients = [torch.ones_like(one) for one in results]
     backward_s = measured(lambda: torch.autograd.backward(results, gradients))[1]
     if not _differentiable([seen.args, seen.kwargs]):
-        return Timed(forward_s, backward_s, 0.0)
+        return Timed(forward_s, backward_s, 0.0, backward_s)
     module = run if isinstance(run, nn.Module) else nn.Module()
-    return Timed(forward_s, backward_s, halves_s(module, lambda: _entered(run, seen), measured, {})[0])
+    return Timed(forward_s, backward_s, *halves_s(module, lambda: _entered(run, seen), measured, {}))
 
 
 def _entered(run: Callable[..., Any], seen: Seen) -> Forward:
@@ -228,24 +229,20 @@ def _costs(
         members = [name for name in group if name in seen] + [""] * (index == len(groups) - 1 and "" in seen)
         saved = {key: storage for name in members for key, storage in seen[name].saved.items()}
         last = next((name for name in reversed(seen) if name and name in members), None)
+        backward_s = sum(times[name].backward_s for name in members)
+        waits = index == 0 and not any(_differentiable([seen[name].args, seen[name].kwargs]) for name in members[:1])
         yield LayerCost(
             names=group,
             forward_s=sum(times[name].forward_s for name in members),
-            backward_s=sum(times[name].backward_s for name in members),
-            input_s=_input_s(seen, times, members, is_first=index == 0),
+            backward_s=backward_s,
+            input_s=0.0 if waits else sum(times[name].input_s for name in members),
+            weight_s=backward_s if waits else sum(times[name].weight_s for name in members),
             saved_bytes=_bytes(saved.values()),
             shared_bytes=_bytes(storage for key, storage in saved.items() if key in before),
             output_bytes=0 if last is None else seen[last].output_bytes,
             static_bytes=_static_bytes(names, group, bytes_per_parameter),
         )
         before = saved
-
-
-def _input_s(seen: dict[str, Seen], times: dict[str, Timed], members: Sequence[str], *, is_first: bool) -> float:
-    """Return the seconds of the first half of a split backward, which is empty in a stage whose own input needs no gradient."""
-    if is_first and not any(_differentiable([seen[name].args, seen[name].kwargs]) for name in members[:1]):
-        return 0.0
-    return sum(times[name].input_s for name in members)
 
 
 def _bytes(storages: Iterable[Any]) -> int:

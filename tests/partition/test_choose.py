@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from random import Random
 
 import pytest
@@ -224,9 +226,12 @@ def test_halves_of_stages_are_those_of_their_layers() -> None:
     layers = [LayerCost(names=(f"{i}",), forward_s=1.0, backward_s=2.0, input_s=half) for i, half in enumerate(halves)]
     assert [Chain(layers).input_s(*piece) for piece in ((0, 2), (1, 3), (3, 5), (2, 3))] == [0.0, 1.5, 2.5, 1.0]
     assert Chain(layers[1:]).input_s(0, 2) == 1.5
+    assert [Chain(layers).weight_s(*piece) for piece in ((0, 2), (1, 3), (3, 5))] == [4.0, 2.5, 1.5]
+    layers[3] = replace(layers[3], weight_s=0.75)  # more than is left of a whole backward
+    assert [Chain(layers).weight_s(*piece) for piece in ((0, 4), (2, 4))] == [8.0, 1.75]
     choice = choose_stages(layers[:4], 2, 4, schedule="zb_h1")
-    assert choice.input_s == (0.0, 2.5)
-    assert choice.costs.seconds(Op.W, 1, 0) == 1.5
-    for wrong in (-1.0, float("nan")):
-        with pytest.raises(ConfigurationError, match="input_s"):
-            LayerCost(names=("0",), forward_s=1.0, backward_s=2.0, input_s=wrong)
+    assert (choice.input_s, choice.weight_s) == ((0.0, 2.5), (4.0, 1.75))
+    assert choice.costs.seconds(Op.W, 1, 0) == 1.75
+    for name, wrong in product(("input_s", "weight_s"), (-1.0, float("nan"))):
+        with pytest.raises(ConfigurationError, match=name):
+            replace(layers[0], **{name: wrong})

@@ -200,8 +200,9 @@ def test_halves_of_a_backward_are_those_of_a_split_one() -> None:
     layers = bpipe.measure_layers(model, torch.zeros(4, 8), flops_per_s=1.0)
     assert [one.input_s for one in layers] == [0, 2 * 4 * 8 * 8, 0, 2 * 4 * 8 * 2]
     assert [one.backward_s for one in layers] == [2 * 4 * 8 * 8, 2 * 2 * 4 * 8 * 8 + 2 * 2 * 8 * 8 * 8, 0, 2 * 2 * 4 * 8 * 2]
+    assert [one.weight_s for one in layers] == [2 * 4 * 8 * 8, 2 * 4 * 8 * 8 + 2 * 2 * 8 * 8 * 8, 0, 2 * 4 * 8 * 2]
     timed = bpipe.measure_layers(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(4, 8))
-    assert timed[0].input_s == 0 and timed[1].input_s is not None and timed[1].input_s > 0
+    assert timed[0].input_s == 0 and (timed[1].input_s or 0) > 0 and (timed[1].weight_s or 0) > 0
 
 
 def test_halves_of_a_module_in_place_and_with_keyword_arguments_are_measured() -> None:
