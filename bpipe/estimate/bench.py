@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from bpipe.backward.autograd import Graph, InputGrads, edges_of, enter, run_backward
 from bpipe.backward.divided import Divided
 from bpipe.backward.new_gradients import owned
+from bpipe.backward.split import DeferredWeightGrad
 from bpipe.backward.user_hooks import Silent, UserHooks
 from bpipe.comm.wire.message import dense, flatten_message, unflatten_message
 from bpipe.device import synchronize
@@ -112,19 +113,17 @@ class Bench:
 
     def timed_halves(self, size: int) -> tuple[float, float]:
         """Return the seconds of both halves of a split backward; the first one of a stage with hooks is not split, as in a step."""
-        args, target, box = self._inputs(size)
-        non_activations = self._non_activations((), None)
-        hooks = UserHooks({0: ModuleSnapshot(list(self.module.modules()), list(self.module.parameters()), 0)}, self.silent)
-        divided = Divided(set(), hooks, lambda _: None)
-        with hooks.watched():
-            ran = self._forward(args, target, box, non_activations, None)
-            del args
-            start = self.now()
-            half = divided.backward_input(0, 0, Graph(ran.edges, box, hooks.num_common > 0), ran.gradients, None)
-            half.replace(owned(half.gradients(), beside=box.gradients))
-            middle = self.now()
-            divided.backward_weight(0, 0, half)
-            return middle - start, self.now() - middle
+
+        def run() -> Forward:
+            args, target, box = self._inputs(size)
+            return self._forward(args, target, box, self._non_activations((), None), None)
+
+        return halves_s(self.module, run, self._measured, self.silent)
+
+    def _measured(self, work: Callable[[], Any]) -> tuple[Any, float]:
+        start = self.now()
+        result = work()
+        return result, self.now() - start
 
     def now(self) -> float:
         """Return the time when all that was queued on the device has run."""
@@ -187,6 +186,31 @@ class Bench:
         if self.has_backward:
             run_backward(ran.edges, ran.gradients)
         ran.edges.clear()
+
+
+def halves_s(
+    module: torch.nn.Module, run: Callable[[], Forward], measured: Callable[[Callable[[], Any]], tuple[Any, float]], silent: Silent
+) -> tuple[float, float]:
+    """Return the seconds of both halves of a split backward of a module, as a step runs them.
+
+    Args:
+        module: whose hooks count.
+        run: its forward.
+        measured: runs something, and returns its result and its seconds.
+        silent: what earlier backwards have found out about hooks on its parameters.
+    """
+    hooks = UserHooks({0: ModuleSnapshot(list(module.modules()), list(module.parameters()), 0)}, silent)
+    divided = Divided(set(), hooks, lambda _: None)
+
+    def backward_input() -> DeferredWeightGrad:
+        half = divided.backward_input(0, 0, Graph(ran.edges, ran.box, hooks.num_common > 0), ran.gradients, None)
+        half.replace(owned(half.gradients(), beside=ran.box.gradients))
+        return half
+
+    with hooks.watched():
+        ran = run()
+        half, input_s = measured(backward_input)
+        return input_s, measured(lambda: divided.backward_weight(0, 0, half))[1]
 
 
 def _resized(value: Any, size: int) -> Any:

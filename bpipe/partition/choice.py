@@ -20,6 +20,7 @@ class StageChoice:
         stage_ranks: the rank of each stage.
         forward_s: seconds of each stage's forward, of one microbatch.
         backward_s: likewise of its backward.
+        input_s: likewise of the half of a split backward that computes the gradients of its inputs.
         saved_bytes: what a microbatch keeps on each stage.
         output_bytes: what each stage's forward sends.
         static_bytes: what stays on each stage: parameters, gradients, optimizer states.
@@ -34,6 +35,7 @@ class StageChoice:
     stage_ranks: tuple[int, ...]
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    input_s: tuple[float, ...]
     saved_bytes: tuple[int, ...]
     output_bytes: tuple[int, ...]
     static_bytes: tuple[int, ...]
@@ -47,6 +49,7 @@ class StageChoice:
         return Costs(
             forward_s=self.forward_s,
             backward_s=self.backward_s,
+            input_s=self.input_s,
             saved_bytes=self.saved_bytes,
             output_bytes=self.output_bytes,
             static_bytes=self.static_bytes,

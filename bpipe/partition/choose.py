@@ -175,6 +175,7 @@ class Task:
             stage_ranks=self.plan.stage_ranks,
             forward_s=tuple(chain.forward_s(*piece) for piece in stages),
             backward_s=tuple(chain.backward_s(*piece) for piece in stages),
+            input_s=tuple(chain.input_s(*piece) for piece in stages),
             saved_bytes=tuple(chain.saved_bytes(*piece) for piece in stages),
             output_bytes=tuple(chain.layers[end - 1].output_bytes for _, end in stages),
             static_bytes=tuple(chain.static_bytes(*piece) for piece in stages),

@@ -20,6 +20,8 @@ class LayerCost:
         names: the modules that make up the layer, and stay on one stage.
         forward_s: seconds of its forward.
         backward_s: seconds of its backward.
+        input_s: seconds of the half of a split backward that computes the gradients of its inputs; 0 in the first layer, if the
+            model's own input needs none; None if it was not measured: then half of the backward.
         saved_bytes: what its forward keeps for the backward.
         shared_bytes: the part of these that the layer before keeps too, so that it counts once where both are on one stage.
         output_bytes: what it sends if a stage ends with it.
@@ -36,6 +38,7 @@ class LayerCost:
     names: tuple[str, ...]
     forward_s: float
     backward_s: float
+    input_s: float | None = None
     saved_bytes: int = 0
     shared_bytes: int = 0
     output_bytes: int = 0
@@ -44,7 +47,7 @@ class LayerCost:
     def __post_init__(self) -> None:
         if isinstance(self.names, str) or not self.names or not all(isinstance(name, str) for name in self.names):
             raise ConfigurationError(f"names={self.names!r}: give the names of the layer's modules, such as ('layers.0',)")
-        for name in ("forward_s", "backward_s"):
+        for name in ("forward_s", "backward_s", *(("input_s",) if self.input_s is not None else ())):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: give seconds of at least 0")
         for name in ("saved_bytes", "shared_bytes", "output_bytes", "static_bytes"):
@@ -60,6 +63,7 @@ class Chain:
         self.layers = tuple(layers)
         self._forward = _sums(layer.forward_s for layer in self.layers)
         self._backward = _sums(layer.backward_s for layer in self.layers)
+        self._input = _sums(layer.backward_s / 2 if layer.input_s is None else layer.input_s for layer in self.layers)
         self._saved = _sums(layer.saved_bytes for layer in self.layers)
         self._shared = _sums(layer.shared_bytes for layer in self.layers)
         self._static = _sums(layer.static_bytes for layer in self.layers)
@@ -74,6 +78,13 @@ class Chain:
     def backward_s(self, start: int, end: int) -> float:
         """Return the seconds of a backward."""
         return self._backward[end] - self._backward[start]
+
+    def input_s(self, start: int, end: int) -> float:
+        """Return the seconds of the half of a split backward that computes the gradients of inputs, half of it if not measured.
+
+        In a stage that begins with a model's input, which needs no gradient, nothing is left of it: all of its backward waits.
+        """
+        return 0.0 if start == 0 and self.layers[0].input_s == 0 else self._input[end] - self._input[start]
 
     def seconds(self, start: int, end: int) -> float:
         """Return the seconds of a microbatch: forward and backward."""

@@ -6,15 +6,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
+from bpipe.backward.autograd import edges_of, enter
 from bpipe.device import synchronize
 from bpipe.errors import ConfigurationError
+from bpipe.estimate.bench import Forward, halves_s
 from bpipe.estimate.checks import check_count, check_positive
 from bpipe.memory.saved.storages import element_bytes
 from bpipe.model.preserve_state import preserved_state
@@ -26,7 +28,15 @@ __all__ = ["measure_layers"]
 
 STATE_BYTES, MASTER_BYTES = 8, 4  # Adam's two moments in fp32, and an fp32 copy of parameters in 16 bits
 
-Timed = tuple[float, float]  # a forward and its backward
+Measured = Callable[[Callable[[], Any]], tuple[Any, float]]  # runs something, and returns its result and its seconds
+
+
+class Timed(NamedTuple):
+    """The seconds of a forward, of its backward, and of the half of a split one that computes the gradients of inputs."""
+
+    forward_s: float
+    backward_s: float
+    input_s: float
 
 
 def measure_layers(
@@ -44,9 +54,10 @@ def measure_layers(
     """Measure what each layer of a model takes for one microbatch, for `bpipe.choose_stages`.
 
     The model runs once as a whole, which shows the order of its layers, what each is given, and what each saves. Then each layer
-    runs alone, forward and backward, and is timed. On the meta device the operations of matrix products and attention are counted
-    instead, so that a model that fits on no device can be cut; attention counts there as one kernel that does not save its
-    weights. The model is left unchanged. Not collective; blocks the host. Two ranks never measure the same: measure on one.
+    runs alone, forward and backward, and is timed; so is a backward that is split into halves, for schedules that split it. On the
+    meta device the operations of matrix products and attention are counted instead, so that a model that fits on no device can be
+    cut; attention counts there as one kernel that does not save its weights. The model is left unchanged. Not collective; blocks
+    the host. Two ranks never measure the same: measure on one.
 
     Args:
         model: the whole model, in train mode, where and as it will train; or on the meta device.
@@ -145,7 +156,7 @@ class _Clock:
 
     def timed(self, run: Callable[..., Any] | None, seen: Seen) -> Timed:
         times = [_alone(run, seen, self._measured) for _ in range(self._repeats + 1)][1:]
-        return median(forward for forward, _ in times), median(backward for _, backward in times)
+        return Timed(*map(median, zip(*times)))
 
     def _measured(self, work: Callable[[], Any]) -> tuple[Any, float]:
         start = self._now()
@@ -173,16 +184,36 @@ class _Flops:
         return result, counter.get_total_flops() / self._flops_per_s
 
 
-def _alone(run: Callable[..., Any] | None, seen: Seen, measured: Callable[[Callable[[], Any]], tuple[Any, float]]) -> Timed:
-    """Run a module on what it was given, forward and backward."""
+def _alone(run: Callable[..., Any] | None, seen: Seen, measured: Measured) -> Timed:
+    """Run a module on what it was given, forward and backward; then again, with a backward in halves."""
     assert run is not None, "only the loss has no module"
     args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, (seen.args, seen.kwargs))  # a clone may be changed in place
     output, forward_s = measured(lambda: run(*args, **kwargs))
-    results = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
+    results = _differentiable(output)
     if not results:
-        return forward_s, 0.0
+        return Timed(forward_s, 0.0, 0.0)
     gradients = [torch.ones_like(one) for one in results]
-    return forward_s, measured(lambda: torch.autograd.backward(results, gradients))[1]
+    backward_s = measured(lambda: torch.autograd.backward(results, gradients))[1]
+    if not _differentiable([seen.args, seen.kwargs]):
+        return Timed(forward_s, backward_s, 0.0)
+    module = run if isinstance(run, nn.Module) else nn.Module()
+    return Timed(forward_s, backward_s, halves_s(module, lambda: _entered(run, seen), measured, {})[0])
+
+
+def _entered(run: Callable[..., Any], seen: Seen) -> Forward:
+    """Run the forward of a module as if its inputs had come from another stage."""
+    leaves, tree = tree_flatten((seen.args, seen.kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    entered, box = enter([leaves[at].detach().clone() for at in places], [leaves[at].requires_grad for at in places])
+    for place, tensor in zip(places, entered):
+        leaves[place] = tensor
+    args, kwargs = tree_unflatten(leaves, tree)
+    results = _differentiable(run(*args, **kwargs))
+    return Forward(edges_of(results), [torch.ones_like(one) for one in results], box, [], [])
+
+
+def _differentiable(values: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.requires_grad]
 
 
 def _costs(
@@ -199,14 +230,22 @@ def _costs(
         last = next((name for name in reversed(seen) if name and name in members), None)
         yield LayerCost(
             names=group,
-            forward_s=sum(times[name][0] for name in members),
-            backward_s=sum(times[name][1] for name in members),
+            forward_s=sum(times[name].forward_s for name in members),
+            backward_s=sum(times[name].backward_s for name in members),
+            input_s=_input_s(seen, times, members, is_first=index == 0),
             saved_bytes=_bytes(saved.values()),
             shared_bytes=_bytes(storage for key, storage in saved.items() if key in before),
             output_bytes=0 if last is None else seen[last].output_bytes,
             static_bytes=_static_bytes(names, group, bytes_per_parameter),
         )
         before = saved
+
+
+def _input_s(seen: dict[str, Seen], times: dict[str, Timed], members: Sequence[str], *, is_first: bool) -> float:
+    """Return the seconds of the first half of a split backward, which is empty in a stage whose own input needs no gradient."""
+    if is_first and not any(_differentiable([seen[name].args, seen[name].kwargs]) for name in members[:1]):
+        return 0.0
+    return sum(times[name].input_s for name in members)
 
 
 def _bytes(storages: Iterable[Any]) -> int:

@@ -14,7 +14,7 @@ from bpipe.partition.choose import Task
 from bpipe.partition.cut_search import every_cut, improved
 from bpipe.partition.holdings import Holdings
 from bpipe.partition.layers import Chain
-from bpipe.schedules import Costs, Link, build, simulate
+from bpipe.schedules import Costs, Link, Op, build, simulate
 from bpipe.simulator.simulation import idle_bytes, own_bytes
 
 INFINITE = float("inf")
@@ -216,3 +216,17 @@ def test_what_is_refused(arguments, error, message: str) -> None:
 def test_costs_that_cannot_be(fields, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         LayerCost(**{"names": ("a",), "forward_s": 1.0, "backward_s": 1.0, "saved_bytes": 4, **fields})
+
+
+def test_halves_of_stages_are_those_of_their_layers() -> None:
+    """Half of what was not measured; nothing in the first stage of a model whose input needs no gradient."""
+    halves = (0.0, 0.5, None, 1.5, 1.0)
+    layers = [LayerCost(names=(f"{i}",), forward_s=1.0, backward_s=2.0, input_s=half) for i, half in enumerate(halves)]
+    assert [Chain(layers).input_s(*piece) for piece in ((0, 2), (1, 3), (3, 5), (2, 3))] == [0.0, 1.5, 2.5, 1.0]
+    assert Chain(layers[1:]).input_s(0, 2) == 1.5
+    choice = choose_stages(layers[:4], 2, 4, schedule="zb_h1")
+    assert choice.input_s == (0.0, 2.5)
+    assert choice.costs.seconds(Op.W, 1, 0) == 1.5
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(ConfigurationError, match="input_s"):
+            LayerCost(names=("0",), forward_s=1.0, backward_s=2.0, input_s=wrong)

@@ -70,6 +70,9 @@ def test_a_model_that_fits_nowhere_is_cut_on_meta() -> None:
     assert [name for part in parts for name in part.state_dict()] == list(model.state_dict())
 
 
+GROUPS = ["stem", ("layers.a", "layers.b"), "head"]
+
+
 class Backwards(nn.Module):
     """Registers its modules in another order than it runs them."""
 
@@ -87,8 +90,7 @@ def test_layers_come_in_the_order_in_which_they_run() -> None:
     assert [one.names for one in bpipe.measure_layers(model, torch.zeros(2, 4), kwargs)] == [
         ("stem", "layers.a", "layers.b", "head")
     ]
-    groups = ["stem", ("layers.a", "layers.b"), "head"]
-    assert [one.names for one in bpipe.measure_layers(model, (torch.zeros(2, 4),), kwargs, layers=groups)] == [
+    assert [one.names for one in bpipe.measure_layers(model, (torch.zeros(2, 4),), kwargs, layers=GROUPS)] == [
         ("stem",),
         ("layers.a", "layers.b"),
         ("head",),
@@ -179,3 +181,29 @@ def test_a_sparse_buffer_counts_like_a_dense_one() -> None:
 
     layers = bpipe.measure_layers(nn.Sequential(nn.Linear(8, 8), Graph()), torch.randn(4, 8), repeats=1)
     assert layers[1].static_bytes == 64
+
+
+class Widening(nn.Module):
+    """Adds to a product of its input one of parameters alone, which has no part in the gradient of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.own = nn.Linear(8, 8, bias=False), nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(x) + (self.own @ self.own)[:1]
+
+
+def test_halves_of_a_backward_are_those_of_a_split_one() -> None:
+    """Gradients of inputs; in the first layer there are none to compute, so that all of its backward waits."""
+    model = nn.Sequential(nn.Linear(8, 8), Widening(), nn.ReLU(), nn.Linear(8, 2)).to("meta")
+    layers = bpipe.measure_layers(model, torch.zeros(4, 8), flops_per_s=1.0)
+    assert [one.input_s for one in layers] == [0, 2 * 4 * 8 * 8, 0, 2 * 4 * 8 * 2]
+    assert [one.backward_s for one in layers] == [2 * 4 * 8 * 8, 2 * 2 * 4 * 8 * 8 + 2 * 2 * 8 * 8 * 8, 0, 2 * 2 * 4 * 8 * 2]
+    timed = bpipe.measure_layers(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.zeros(4, 8))
+    assert timed[0].input_s == 0 and timed[1].input_s is not None and timed[1].input_s > 0
+
+
+def test_halves_of_a_module_in_place_and_with_keyword_arguments_are_measured() -> None:
+    layers = bpipe.measure_layers(Backwards(), torch.zeros(2, 4), {"scale": torch.ones(())}, layers=GROUPS)
+    assert [one.input_s is not None and one.input_s > 0 for one in layers] == [False, True, True]
