@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bpipe.auto.question import Load
+from bpipe.chooser.question import Load
 from bpipe.errors import ConfigurationError, printable
 from bpipe.plan.amounts import show_bytes
 from bpipe.plan.plan import Plan
@@ -23,7 +23,7 @@ class Alternative:
         name: the schedule, what keeps it within the budget, and its load.
         kind: what the comparison is about: the schedule's name, and how it keeps the budget.
         step_s: simulated seconds of a step; None if it does not fit, or was not simulated because it cannot be the fastest.
-        least_s: no step of it is shorter than this.
+        least_s: the step of its order if memory were no matter; `step_s` if that is known.
         reason: why it was chosen, or why not.
     """
 
@@ -41,7 +41,7 @@ class Choice:
     Args:
         plan: the finished and verified plan.
         stages: for each stage the names of its layers' modules, as `split_model` takes them.
-        microbatch_size: rows of a microbatch.
+        microbatch_size: rows of a microbatch; 0 if microbatches were cut already.
         recomputation: inside each layer, such as "selective"; empty if layers run as they were measured.
         name: the plan in words.
         step_s: its simulated step, in seconds.
@@ -114,13 +114,9 @@ class Choice:
             "The best of the other kinds:",
             *_table([(one.name, self._times(one), one.reason) for one in self.others]),
             f"Compared: {self.num_considered} ways.",
-            "",
-            "Assumed:",
-            *(f"- {text}" for text in self.assumptions),
-            "",
-            "To be surer:",
-            *(f"- {text}" for text in self.to_measure),
         ]
+        for head, texts in (("Assumed", self.assumptions), ("To be surer", self.to_measure)):
+            lines += ["", f"{head}:", *(f"- {text}" for text in texts)] if texts else []
         return "\n".join(lines)
 
     def _times(self, one: Alternative) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from bpipe.auto.choice import Alternative, Choice
-from bpipe.auto.question import Question
-from bpipe.auto.reasons import Spent, too_full
-from bpipe.auto.ways import Way, ways_of
+from bpipe.chooser.plan_choice import Alternative, Choice
+from bpipe.chooser.question import Question
+from bpipe.chooser.reasons import Spent, too_full
+from bpipe.chooser.ways import Way, ways_of
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.passes.communicate import communicate
 from bpipe.plan.action import COMPUTE
@@ -74,11 +74,11 @@ class Tried:
         parts = [
             f"{len(layout.stage_ranks)} stages" if len(layout.stage_ranks) > p else "",
             f"{layout.slices} slices" if layout.slices > 1 else "",
-            f"microbatch {load.microbatch_size}",
+            f"microbatch {load.microbatch_size}" if load.microbatch_size else "",
             f"recomputation {load.recomputation}" if load.recomputation else "",
             f"with {self.how}" if self.how else "",
         ]
-        return f"{self.schedule}, {', '.join(part for part in parts if part)}"
+        return ", ".join([self.schedule, *(part for part in parts if part)])
 
 
 def choose(question: Question, *, effort: int = EFFORT, seed: int = 0, told: Told = lambda done: None) -> Choice:
@@ -187,8 +187,8 @@ def _alternatives(tried: Sequence[Tried]) -> Iterable[Alternative]:
             seen.add(one.kind)
             orders.add(order)
             step_s = None if one.kept is None else one.kept.step_s
-            order_s = sum(Spent.of_order(one.way.order, one.way.setting.costs))  # in place of a bound
-            yield Alternative(name=one.name, kind=one.kind, step_s=step_s, least_s=order_s, reason=_reason(one, best, spent))
+            least_s = sum(Spent.of_order(one.way.order, one.way.setting.costs)) if step_s is None else step_s
+            yield Alternative(name=one.name, kind=one.kind, step_s=step_s, least_s=least_s, reason=_reason(one, best, spent))
 
 
 def _kept_otherwise(best: Tried) -> Iterable[Tried]:

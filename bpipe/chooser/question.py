@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from bpipe.api.policy import Way
-from bpipe.auto.cuts import cuts_of
+from bpipe.chooser.cuts import cuts_of
 from bpipe.estimate.even_slices import even_shares
 from bpipe.estimate.workload import Links
 from bpipe.partition.cut_search import Ends, pieces
@@ -29,7 +29,7 @@ __all__: list[str] = []
 class Load(NamedTuple):
     """A microbatch, as a step may run it."""
 
-    microbatch_size: int  # sequences, or rows
+    microbatch_size: int  # sequences, or rows; 0 if microbatches are cut already
     recomputation: str = ""  # inside each layer, such as "selective"; empty if layers run as they were measured
 
 
@@ -41,6 +41,7 @@ class Layout(NamedTuple):
     stage_ranks: tuple[int, ...]
     slices: int
     ends: Ends  # of each stage's layers
+    skips: tuple[tuple[int, ...], ...] = ()  # of the stages
 
 
 class Question(Protocol):
@@ -183,6 +184,7 @@ class StagesQuestion:
         by: what keeps budgets.
         schedules: see `Question`.
         slices: the number of slices that the stages run in, alone.
+        skips: of the stages, whose bytes recomputation does not count, so that it is left out.
     """
 
     stage_ranks: tuple[int, ...]
@@ -194,6 +196,7 @@ class StagesQuestion:
     by: Way = "evict_or_recompute"
     schedules: tuple[str, ...] | None = None
     slices: tuple[int, ...] = (1,)
+    skips: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -203,7 +206,7 @@ class StagesQuestion:
         p, m, v = self.num_ranks, self.num_microbatches, len(self.stage_ranks) // self.num_ranks
         is_placed = v == rule.default_stages_per_rank or (rule.placement is Placement.LOOPED and v > 1)
         if is_placed and rule.placement.stage_ranks(p, v) == self.stage_ranks and rule.allows(p, m):
-            yield Layout(Load(1), m, self.stage_ranks, rule.slices, tuple(range(len(self.stage_ranks) + 1)))
+            yield Layout(Load(0), m, self.stage_ranks, rule.slices, tuple(range(len(self.stage_ranks) + 1)), self.skips)
 
     def costs_of(self, layout: Layout) -> Costs:
         return self.costs
@@ -214,8 +217,8 @@ class StagesQuestion:
             sizes=self.sizes,
             budgets=self.budgets,
             to=self.to,
-            evicts=self.by != "recompute",
-            recomputes=self.by != "evict",
+            evicts=self.by != "recompute" or bool(self.skips),
+            recomputes=self.by != "evict" and not self.skips,
         )
 
     def names_of(self, layout: Layout) -> tuple[tuple[str, ...], ...]:

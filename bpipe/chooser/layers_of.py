@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from bpipe.auto.question import Load
+from bpipe.chooser.question import Load
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.long_contexts import attention_share, halves
 from bpipe.estimate.measurement import Measurement, Profile

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import get_args
 
 from bpipe.api.policy import Way
-from bpipe.auto.choice import Choice
-from bpipe.auto.choose import EFFORT, choose
-from bpipe.auto.layers_of import Layers, as_measured, of_profiles, of_transformer
-from bpipe.auto.question import Load, ModelQuestion
+from bpipe.chooser.compare import EFFORT, choose
+from bpipe.chooser.layers_of import Layers, as_measured, of_profiles, of_transformer
+from bpipe.chooser.plan_choice import Choice
+from bpipe.chooser.question import Load, ModelQuestion
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import advise_inputs
 from bpipe.estimate.checks import check_count
@@ -115,7 +115,7 @@ def choose_plan(
         BudgetError: nothing that was found keeps the memory.
 
     Example:
-        >>> from bpipe import LayerCost
+        >>> from bpipe.partition import LayerCost
         >>> layers = [LayerCost(names=(f"layers.{i}",), forward_s=0.01, backward_s=0.02, saved_bytes=100) for i in range(8)]
         >>> choice = choose_plan(layers, batch=8, num_ranks=4, memory_bytes=900, reserved_bytes=0, effort=0)
         >>> choice.plan.num_ranks, max(choice.device_peak_bytes) <= 900

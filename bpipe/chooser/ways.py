@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, cached_property
 
-from bpipe.auto.question import Layout, Question
+from bpipe.chooser.question import Layout, Question
 from bpipe.errors import ConfigurationError
 from bpipe.plan.action import Op
 from bpipe.plan.plan import Plan
@@ -15,6 +16,8 @@ from bpipe.schedules.rule import Rule
 from bpipe.search.setting import Setting
 
 __all__: list[str] = []
+
+ONLY_SLICED = ("seq_1f1b", "tera_pipe")  # of whole microbatches they are 1f1b and gpipe
 
 
 class Way:
@@ -49,7 +52,8 @@ class Way:
     @property
     def _computations(self) -> Plan:
         layout = self.layout
-        return _computations(self.rule, len(layout.stage_ranks), layout.num_microbatches, self.question.num_ranks)
+        plan = _computations(self.rule, len(layout.stage_ranks), layout.num_microbatches, self.question.num_ranks)
+        return replace(plan, skips=layout.skips) if layout.skips else plan
 
 
 @cache
@@ -78,7 +82,7 @@ def _rules(question: Question) -> Iterator[Rule]:
             raise ConfigurationError(f"{rule.name} {wrong}: leave it out of schedules=")
         if wrong or (asked is None and rule.slots is not None):  # what is balanced already is chosen by its order
             continue
-        yield from (rule.with_slices(k) for k in question.slices if k == 1 or rule.sliced is not None)
+        yield from (rule.with_slices(k) for k in question.slices if (rule.name not in ONLY_SLICED if k == 1 else rule.sliced))
 
 
 def _wrong_with(rule: Rule) -> str:
