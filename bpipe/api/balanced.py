@@ -127,7 +127,7 @@ class Balanced(Schedule):
         measure: Measure = "auto",
         margin: float = MARGIN,
     ) -> None:
-        _check_unused(schedule)
+        check_unused(schedule)
         if replicas is not None and not isinstance(replicas, torch.distributed.ProcessGroup):
             raise ConfigurationError(f"replicas must be a process group of torch.distributed, got {type(replicas).__qualname__}")
         to = Destinations() if to is None else to
@@ -151,7 +151,7 @@ class Balanced(Schedule):
         self.session.adopt(self._source)
 
 
-def _check_unused(schedule: object) -> None:
+def check_unused(schedule: object) -> None:
     if isinstance(schedule, Balanced):
         raise ConfigurationError("this schedule is balanced already: give Balanced the schedule that it was made from")
     if not isinstance(schedule, Schedule):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
@@ -78,7 +78,7 @@ class Loopback:
         self.own_random_state = own_random_state
         self._random = [_RandomState() for _ in range(num_ranks)]
         self._order: tuple[Plan | None, list[tuple[int, Action]]] = (None, [])
-        self._latest: tuple[Any, Plan | None] = (None, None)
+        self._latest: tuple[Any, Any] = (None, None)
         self._running = threading.Lock()
         self.wires = Wires()
 
@@ -123,13 +123,14 @@ class Loopback:
             )
         return self._run([session], call, [is_training])
 
-    def once(self, asked: object, make: Callable[[], Plan]) -> Plan:
-        """Return the plan that the previous rank has made, if it asked for the same; otherwise make it now."""
-        known, plan = self._latest
-        if plan is None or known != asked:
-            plan = make()
-            self._latest = (asked, plan)
-        return plan
+    def once(self, asked: object, make: Callable[[], T]) -> T:
+        """Return what the previous rank has made, if it asked for the same; otherwise make it now."""
+        known, latest = self._latest
+        if latest is not None and known == asked:
+            return cast("T", latest)
+        made = make()
+        self._latest = (asked, made)
+        return made
 
     def _run(self, sessions: Sequence[Session], call: Call, is_training: Sequence[bool]) -> Any:
         self._check(sessions)

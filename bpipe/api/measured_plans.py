@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -170,7 +170,7 @@ class MeasuredPlans(PlanSource):
                 self.measure_again(f"a microbatch of stage {stage} saves more than planned")
         shapes.varying |= run.evictions.varying()
 
-    def counted(self, run: Run) -> None:
+    def counted(self, run: Run, stats: Mapping[str, float]) -> None:
         """Measure again if static bytes grow with the same modules, such as gradients of parameters that are frozen again."""
         shapes, static = self._shapes.latest(), self._context.static.num_bytes
         if run.plan.sizes is not None and shapes.static_bytes and static > shapes.static_bytes:
@@ -231,7 +231,7 @@ class MeasuredPlans(PlanSource):
         """Make the plan, and raise on all ranks if one of them failed to make it, or made a different one."""
         error: BaseException | None = None
         try:
-            with _naming(states):
+            with naming(states):
                 plan = self._made_plan(sizes, budgets)
             outcome = plan.fingerprint()
         except BaseException as failure:  # reported to all ranks before it is raised, so that none waits
@@ -304,7 +304,7 @@ def _computed(plan: Plan, rank: int) -> list[tuple[object, ...]]:
 
 
 @contextmanager
-def _naming(states: Sequence[int]) -> Iterator[None]:
+def naming(states: Sequence[int]) -> Iterator[None]:
     """Add the bytes of optimizer states to the error of a refused budget, because no rank had them when it chose the budget."""
     try:
         yield

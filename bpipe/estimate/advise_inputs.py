@@ -8,7 +8,7 @@ from typing import Any
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.checks import check_count, check_positive, lookup
-from bpipe.estimate.devices import Device, device_named, link_named
+from bpipe.estimate.devices import Device, device_named, is_named, link_named
 from bpipe.estimate.execution import RECOMPUTATIONS
 from bpipe.estimate.measurement import Profile
 from bpipe.estimate.models import model_named
@@ -28,6 +28,17 @@ def device_of(device: str | Device | None) -> Device | None:
     if device is None or isinstance(device, Device):
         return device
     return device_named(device)
+
+
+def computing(device: Device | None, precision: str) -> Device:
+    """Return the device; raise unless its peak is known, and is one of that precision."""
+    if device is None:
+        raise ConfigurationError("how fast is a device? Give device= (such as 'a100-80gb'), or a bpipe.estimate.Device")
+    if precision == "fp32" and is_named(device):
+        raise ConfigurationError(
+            f"the peak of {device.name} is known for 16 bits: give device=Device(...) with its peak in fp32 or tf32"
+        )
+    return device
 
 
 def transformer_of(model: object) -> Transformer:

@@ -12,7 +12,7 @@ from bpipe.estimate.advice import Advice, Candidate, gb_per_s, gib
 from bpipe.estimate.candidates import SCHEDULES, SLICED
 from bpipe.estimate.checks import check_count, check_positive
 from bpipe.estimate.decision import verdict_on
-from bpipe.estimate.devices import Device, is_named
+from bpipe.estimate.devices import Device
 from bpipe.estimate.evaluate import Evaluator, Progress, finite
 from bpipe.estimate.execution import RECOMPUTATIONS, Execution
 from bpipe.estimate.long_contexts import NOTICED, V_SHAPES, slowed, too_long
@@ -133,7 +133,7 @@ def advise(
             model=whole if sequence is None else replace(whole, sequence=sequence),
             execution=execution,
             recomputations=advise_inputs.recomputations_of(recomputations, execution.attention),
-            device=_computing(found, execution.precision),
+            device=advise_inputs.computing(found, execution.precision),
             efficiency=None if efficiency is None else advise_inputs.efficiency_of(efficiency),
             bytes_per_parameter=bytes_per_parameter or DEFAULT_BYTES_PER_PARAMETER,
             links=links,
@@ -206,17 +206,6 @@ def _long_context(evaluator: Evaluator) -> str:
         return ""
     times = {name: time for name in V_SHAPES if (time := slowed(name, p, attention)) > 1 + NOTICED}
     return words.long_context(attention, times, p, evaluator.slices) if times else ""
-
-
-def _computing(device: Device | None, precision: str) -> Device:
-    """Return the device; raise unless its peak is known, and is one of that precision."""
-    if device is None:
-        raise ConfigurationError("how fast is a device? Give device= (such as 'a100-80gb'), or a bpipe.estimate.Device")
-    if precision == "fp32" and is_named(device):
-        raise ConfigurationError(
-            f"the peak of {device.name} is known for 16 bits: give device=Device(...) with its peak in fp32 or tf32"
-        )
-    return device
 
 
 def _where(device: Device | None, stages: Sequence[int], tensor_parallel: int) -> str:

@@ -66,7 +66,7 @@ def every_cut(num_layers: int, num_stages: int) -> Iterator[Ends]:
     return ((0, *inner, num_layers) for inner in combinations(range(1, num_layers), num_stages - 1))
 
 
-def improved(starts: Iterable[Ends], score: Score) -> Ends:
+def improved(starts: Iterable[Ends], score: Score, num_kicks: int = NUM_KICKS) -> Ends:
     """Move cuts, one or several neighbouring ones together, as long as that is better; then again from randomly moved cuts.
 
     The result is the same for the same arguments, on every rank.
@@ -80,7 +80,7 @@ def improved(starts: Iterable[Ends], score: Score) -> Ends:
 
     best = min((_descended(start, counted) for start in starts), key=score)
     random = Random(0)
-    for _ in range(NUM_KICKS):
+    for _ in range(num_kicks):
         if num_scored > MOST_SCORED:
             break
         best = min(best, _descended(_kicked(best, random), counted), key=score)

@@ -89,14 +89,14 @@ def plan_by(
 ) -> Plan:
     """Build the finished and verified plan of a rule, whether it is registered or not; `build` explains the arguments."""
     with collector_paused():
-        plan = _with_skips(_computations(rule, num_stages, num_microbatches, num_ranks), skips)
+        plan = _with_skips(computations_of(rule, num_stages, num_microbatches, num_ranks), skips)
         if slots is None and rule.slots is not None:
             slots = rule.slots(plan.num_ranks)
         return finish(plan if slots is None else balance(plan, slots=slots, to=to or Destinations(), rule=choice))
 
 
-def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks: int | None) -> Plan:
-    """Return the plan of a schedule without transfers."""
+def computations_of(rule: Rule, num_stages: int, num_microbatches: int, num_ranks: int | None = None) -> Plan:
+    """Return the plan of a schedule without transfers, which nobody has proven yet; `build` explains the arguments."""
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     if num_ranks is None:
         num_ranks = max(1, num_stages // rule.default_stages_per_rank)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from bpipe.comm.health.agreement import StepRecord
@@ -88,5 +88,5 @@ class PlanSource:
         """Return the bytes that a rank may take, if it was given a budget in bytes."""
         return None
 
-    def counted(self, run: Run) -> None:
-        """Look at the bytes of a step after they are counted."""
+    def counted(self, run: Run, stats: Mapping[str, float]) -> None:
+        """Look at a training step after its bytes are counted; `stats` are its numbers."""

@@ -279,7 +279,7 @@ class Session:
             losses, slicing = list(run.compute.losses.values()), self.context.slicing
             step.inputs.losses[:] = losses if slicing is None else slicing.losses(losses, step.inputs.weights)
         if step.is_training:
-            source.counted(run)
+            source.counted(run, self.stats)
 
     def _static_bytes(self, inputs: PreparedCall) -> int:
         """Return the bytes that stay on this rank between steps, as at the end of this one, without optimizer states."""

@@ -146,7 +146,7 @@ class Trace:
         for session, recorder in zip(self._sessions, self._recorders):
             rank = session.context.plan_rank
             zero_ns = self._clocks.zero_ns + by_rank[rank].offset_ns
-            yield [_timeline(record, rank, zero_ns, errors) for record in recorder.records]
+            yield [timeline_of(record, rank, zero_ns, errors) for record in recorder.records]
 
     @property
     def timelines(self) -> list[Measured]:
@@ -204,7 +204,7 @@ def _seconds(times_ns: array[int], began_ns: int) -> array[float]:
     return array("d", [(ns - began_ns) / 1e9 if ns else nan for ns in times_ns])
 
 
-def _timeline(record: RecordedStep, rank: int, zero_ns: int, errors: tuple[float, ...]) -> Measured:
+def timeline_of(record: RecordedStep, rank: int, zero_ns: int, errors: tuple[float, ...]) -> Measured:
     """Return a record as a timeline on the trace's clock, whose zero is `zero_ns` on this rank's clock."""
     places = record.places
     plan, own = places.plan, slice(None, places.num_own)

@@ -1,0 +1,320 @@
+"""Plans that are chosen for a schedule's stages by what its first steps measure, and once more by what its next steps take."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any, NamedTuple
+
+from bpipe.api.loopback import LoopbackGroup
+from bpipe.api.measured_plans import MeasuredPlans, naming
+from bpipe.api.policy import Way
+from bpipe.chooser.compare import EFFORT, choose
+from bpipe.chooser.known_costs import KnownCosts
+from bpipe.chooser.plan_choice import Choice, show_s
+from bpipe.chooser.question import StagesQuestion
+from bpipe.comm.health.agreement import StepRecord
+from bpipe.comm.health.clocks import Clocks, Offset, align
+from bpipe.device import is_asynchronous
+from bpipe.device.times import DeviceTimes
+from bpipe.engine.recorder import Recorder
+from bpipe.engine.run import Observer, Run
+from bpipe.errors import AgreementError, BPipeError, BudgetError, CommError, PlanError, format_error
+from bpipe.memory.recent import Recent
+from bpipe.passes.fit import Budgets
+from bpipe.plan.plan import Plan
+from bpipe.plan.sizes import Sizes
+from bpipe.session.filler import Both
+from bpipe.session.plan_source import Gather, PlanSource
+from bpipe.session.prepare import PreparedCall
+from bpipe.session.session import REMEMBERED_SHAPES, StepKey
+from bpipe.simulator.simulation import simulate
+from bpipe.tools.chrome import Origin, lines
+from bpipe.tools.chrome_read import joined, parse
+from bpipe.tools.tracing import timeline_of
+from bpipe.verifier.proof import verify
+
+__all__: list[str] = []
+
+WARM = 1  # steps of a new plan that are not timed: they learn messages and make buffers
+TIMED = 3  # steps of it that are
+MOST_CHANGES = 3  # of the plan, for one form of inputs
+GAIN = 0.02  # share of a step that another plan must save before it takes the place of one that runs
+TOKEN = bytes(16)  # of a loopback's ranks, which share a clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What the user allows. All ranks have the same."""
+
+    schedules: tuple[str, ...] | None = None
+    by: Way = "evict_or_recompute"
+    effort: int = EFFORT
+    seed: int = 0
+
+
+class Answer(NamedTuple):
+    """What rank 0 has chosen."""
+
+    choice: str = ""  # as JSON
+    is_new: bool = False  # whether the plan changes
+    is_last: bool = False  # whether nothing is measured any more
+    said: str = ""  # for people
+    refusal: str = ""  # why there is no plan
+    is_budget: bool = False  # whether that is because of too little memory
+
+
+@dataclass
+class Timed:
+    """The steps that are being timed, on this rank."""
+
+    recorder: Recorder
+    clocks: Clocks
+
+    def packed(self, rank: int) -> bytes:
+        """Return this rank's times, as a trace file."""
+        if self.recorder.device_times is not None:
+            self.recorder.device_times.resolve(wait=True)
+        by_rank = dict(zip(self.clocks.plan_ranks, self.clocks.offsets))
+        errors = tuple(by_rank[one].error_ns / 1e9 for one in sorted(by_rank))
+        zero_ns = self.clocks.zero_ns + by_rank[rank].offset_ns
+        part = [timeline_of(record, rank, zero_ns, errors) for record in self.recorder.records]
+        return "".join(lines(part, Origin(run=self.clocks.token.hex()))).encode()
+
+
+@dataclass
+class Track:
+    """What is known of steps with inputs of one form, and how far their plan has come."""
+
+    known: KnownCosts
+    timed: Timed | None = None
+    sizes: Sizes | None = None
+    budgets: Budgets = ()
+    choice: Choice | None = None
+    measured: list[tuple[float, Choice]] = field(default_factory=list)  # the steps that plans took, in the order of the plans
+    num_steps: int = 0  # of the present plan
+    is_done: bool = False
+
+
+class ChosenPlans(MeasuredPlans):
+    """Plans that rank 0 chooses, and all ranks verify.
+
+    The first step with inputs of some form measures bytes, one microbatch at a time, and times; a plan is chosen for these. Steps
+    of it are timed, and if another plan would be clearly faster by what these took, it takes its place, and is timed likewise.
+
+    Args:
+        args: the first four of `MeasuredPlans`.
+        known: the costs that are known before the first step.
+        wishes: what the user allows.
+        reserve_bytes: the bytes that stay free on the device with budget "auto".
+        asked: the settings that ranks compare.
+        told: called on rank 0 with what is done of a choice, and of all.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        known: KnownCosts,
+        wishes: Wishes,
+        reserve_bytes: int,
+        asked: str,
+        told: Callable[[int, int], None] | None,
+    ) -> None:
+        super().__init__(*args, replicas=None, reserve_bytes=reserve_bytes, is_lowest=False, asked=asked)
+        self._prior, self._wishes, self._told = known, wishes, told
+        self._tracks = Recent[StepKey, Track](REMEMBERED_SHAPES)
+        self._timed: Timed | None = None  # what follows the step that begins
+        self._round = 0  # how often ranks have sent each other their times
+        self._sent: tuple[int, bytes] = (-1, b"")  # in the latest round
+        self._answered: tuple[int, bytes] = (-1, b"")
+        self._failure: Exception | None = None  # to choose, on rank 0
+
+    @property
+    def choice(self) -> Choice | None:
+        """The choice for the latest step that had one."""
+        return next((one.choice for one in reversed(self._tracks.values()) if one.choice is not None), None)
+
+    # Steps that are timed
+
+    def plan_of(self, inputs: PreparedCall, records: Sequence[StepRecord], gather: Gather, *, is_training: bool) -> Plan:
+        self._timed = None
+        if not is_training:
+            return super().plan_of(inputs, records, gather, is_training=is_training)
+        track = self._tracks.use((True, tuple(record.form for record in records)), Track(self._prior.copy()))
+        plan = super().plan_of(inputs, records, gather, is_training=is_training)
+        shapes = self._shapes.latest()
+        if shapes.measured is None:
+            track.timed = self._timed = self._listen(plan)
+            return plan
+        if track.num_steps == WARM + TIMED and not track.is_done:
+            shapes.plan = self.plan = plan = self._chosen_again(track, gather)
+        if track.num_steps == WARM and not track.is_done:
+            track.timed = self._listen(plan)
+        if track.num_steps >= WARM:
+            self._timed = track.timed
+        track.num_steps += 1
+        return plan
+
+    def _listen(self, plan: Plan) -> Timed:
+        """Time steps from this one on. Collective: the ranks compare their clocks."""
+        context = self._context
+        device = context.transport.device
+        recorder = Recorder(DeviceTimes(device) if is_asynchronous(device) else None)
+        if isinstance(context.group, LoopbackGroup):
+            ranks = tuple(range(plan.num_ranks))
+            return Timed(recorder, Clocks(TOKEN, ranks, (Offset(0, 0),) * len(ranks), 0))
+        return Timed(recorder, align(context.transport.exchange, plan.fingerprint(), context.plan_rank))
+
+    def observer_of(self, inputs: PreparedCall, plan: Plan, observer: Observer | None) -> Observer | None:
+        inner = super().observer_of(inputs, plan, observer)
+        if self._timed is None or not plan.has_backward:
+            return inner
+        return self._timed.recorder if inner is None else Both(self._timed.recorder, inner)
+
+    def counted(self, run: Run, stats: Mapping[str, float]) -> None:
+        super().counted(run, stats)
+        if self._timed is not None:
+            self._timed.recorder.finished(run, stats)
+
+    def _times(self, number: int, key: StepKey) -> bytes:
+        """Return this rank's times of the steps that were timed, if any were; the same for all who ask in a round."""
+        if self._sent[0] != number:
+            track = self._tracks[key]
+            self._sent = number, b"" if track.timed is None else track.timed.packed(self._context.plan_rank)
+            track.timed = None
+        return self._sent[1]
+
+    # The choice
+
+    def _agreed_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None, states: Sequence[int], gather: Gather) -> Plan:
+        key = next(reversed(self._tracks))
+        limits: Budgets = (None,) * self._base.num_ranks if budgets is None else tuple(budgets)
+        answer = self._ask(key, gather, lambda first, times: first._first_answer(times, key, sizes, limits, states))
+        plan, choice = self._accepted(answer, limits)
+        is_done = isinstance(self._context.group, LoopbackGroup)
+        self._tracks[key] = Track(self._tracks[key].known, sizes=sizes, budgets=limits, choice=choice, is_done=is_done)
+        self._say(answer.said)
+        return plan
+
+    def _chosen_again(self, track: Track, gather: Gather) -> Plan:
+        key = next(reversed(self._tracks))
+        answer = self._ask(key, gather, lambda first, times: first._next_answer(times, key))
+        self._say(answer.said)
+        track.is_done = answer.is_last
+        if not answer.is_new:
+            return self.plan
+        plan, track.choice = self._accepted(answer, track.budgets)
+        track.num_steps = 0
+        return plan
+
+    def _ask(self, key: StepKey, gather: Gather, make: Callable[[ChosenPlans, list[bytes]], Answer]) -> Answer:
+        """Return rank 0's answer to the times of all ranks. Collective."""
+        self._round += 1
+        number = self._round
+        times = gather(lambda source: _chosen(source)._times(number, key))
+        answers = gather(lambda source: _chosen(source)._answer(number, times, make))
+        try:
+            [data] = filter(None, answers)
+            return Answer(**json.loads(data))
+        except (ValueError, TypeError) as error:
+            raise CommError(f"rank 0 sent an unreadable choice of a plan: {answers!r:.80}") from error
+
+    def _answer(self, number: int, times: list[bytes], make: Callable[[ChosenPlans, list[bytes]], Answer]) -> bytes:
+        """Return what rank 0 answers in a round; what it cannot do is an answer, too, so that no rank waits for another one."""
+        if self._context.plan_rank != 0:
+            return b""
+        if self._answered[0] != number:  # a loopback asks once for each of its ranks
+            try:
+                answer = make(self, times)
+            except BudgetError as error:
+                answer = Answer(refusal=str(error), is_budget=True)
+            except Exception as error:
+                self._failure = error
+                answer = Answer(refusal=f"rank 0 cannot choose a plan: {format_error(error)}")
+            self._answered = number, json.dumps(answer._asdict()).encode()
+        return self._answered[1]
+
+    def _accepted(self, answer: Answer, budgets: Budgets) -> tuple[Plan, Choice]:
+        """Verify what rank 0 chose; raise on all ranks if it could not choose."""
+        error: BPipeError
+        if answer.refusal:
+            error = BudgetError(answer.refusal) if answer.is_budget else AgreementError(answer.refusal)
+        else:
+            choice = Choice.from_json(answer.choice)
+            try:
+                verify(choice.plan)
+                same = (choice.plan.stage_ranks, choice.plan.num_microbatches, choice.plan.slices, choice.plan.skips)
+                if same != (self._base.stage_ranks, self._base.num_microbatches, self._base.slices, self._base.skips):
+                    raise PlanError(f"rank 0 chose a plan for other stages or microbatches: {same!r:.200}")
+                over = [rank for rank, peak in enumerate(choice.plan.device_peak_bytes) if peak > (budgets[rank] or peak)]
+                if over:
+                    raise PlanError(f"rank 0 chose a plan that exceeds the memory of ranks {over}")
+                return choice.plan, choice
+            except PlanError as failure:
+                error = failure
+        self._context.guard.known_to_all = error
+        raise error from self._failure
+
+    def _first_answer(
+        self, times: list[bytes], key: StepKey, sizes: Sizes, budgets: Budgets, states: Sequence[int]
+    ) -> Answer:
+        """Choose a plan for sizes; if no times came, because these steps were timed before, for the known costs."""
+        known = self._tracks[key].known
+        if all(times):
+            steps = joined([parse(data, f"rank {rank}") for rank, data in enumerate(times)])
+            known.learn(steps, steps[0].plan)
+        began = time.perf_counter()
+        with naming(states):
+            choice = self._choose(known, sizes, budgets)
+        took = time.perf_counter() - began
+        said = f"chose {choice.name}: a step of {show_s(choice.step_s)} is expected; choosing took {show_s(took)}"
+        return Answer(choice=choice.to_json(), is_new=True, said=said)
+
+    def _next_answer(self, times: list[bytes], key: StepKey) -> Answer:
+        """Compare the steps of a plan with what was expected of them, and choose again."""
+        track = self._tracks[key]
+        before, sizes = track.choice, track.sizes
+        assert before is not None and sizes is not None, "a plan was chosen"
+        steps = joined([parse(data, f"rank {rank}") for rank, data in enumerate(times)])
+        taken_s = median(step.makespan_s for step in steps)
+        track.known.learn(steps, before.plan)
+        track.measured.append((taken_s, before))
+        off = taken_s / before.step_s - 1
+        said = f"{before.name} took {show_s(taken_s)}, {100 * abs(off):.1f}% {'more' if off > 0 else 'less'} than expected"
+        least_s, fastest = min(track.measured, key=lambda one: one[0])
+        if least_s < taken_s * (1 - GAIN):
+            back = replace(fastest, step_s=least_s).to_json()
+            return Answer(back, True, True, f"{said}: back to {fastest.name}, which took {show_s(least_s)}")
+        if len(track.measured) <= MOST_CHANGES:
+            again_s = simulate(before.plan, track.known.costs(sizes)).makespan_s
+            choice = self._choose(track.known, sizes, track.budgets)
+            is_tried = any(one.plan.actions == choice.plan.actions for _, one in track.measured)
+            if choice.step_s < again_s * (1 - GAIN) and not is_tried:
+                gain = f"{100 * (1 - choice.step_s / again_s):.1f}%"
+                return Answer(choice.to_json(), True, False, f"{said}: {choice.name} takes its place, to save {gain}")
+        return Answer(is_last=True, said=f"{said}: it stays, because nothing is clearly faster")
+
+    def _choose(self, known: KnownCosts, sizes: Sizes, budgets: Budgets) -> Choice:
+        base, wishes, told = self._base, self._wishes, self._told
+        question = StagesQuestion(
+            stage_ranks=base.stage_ranks,
+            num_microbatches=base.num_microbatches,
+            costs=known.costs(sizes),
+            sizes=sizes,
+            budgets=budgets,
+            to=self._policy.to,
+            by=wishes.by,
+            schedules=wishes.schedules,
+            slices=(base.slices,),
+            skips=base.skips,
+        )
+        tell: Callable[[float], None] = (lambda done: None) if told is None else (lambda done: told(round(1000 * done), 1000))
+        return choose(question, effort=wishes.effort, seed=wishes.seed, told=tell)
+
+
+def _chosen(source: PlanSource) -> ChosenPlans:
+    assert isinstance(source, ChosenPlans), "ranks whose records agree have plans from the same kind of source"
+    return source

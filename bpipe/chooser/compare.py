@@ -1,0 +1,225 @@
+"""Choose the fastest plan for a question: of the named schedules, each kept within the memory, and of orders made to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+
+from bpipe.chooser.plan_choice import Alternative, Choice
+from bpipe.chooser.question import Question
+from bpipe.chooser.reasons import Spent, too_full
+from bpipe.chooser.ways import Way, ways_of
+from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.passes.communicate import communicate
+from bpipe.plan.action import COMPUTE
+from bpipe.search.bounds import lower_bound_s
+from bpipe.search.fastest import MADE, Family, searched
+from bpipe.search.job_shop import JobShop
+from bpipe.search.within import Kept, kept_within
+from bpipe.verifier.proof import verify
+
+__all__: list[str] = []
+
+EFFORT = 6_000_000  # items of work that run while orders are made to measure, in all
+MOST_FAMILIES = 3  # of named schedules from which orders are made to measure: the fastest
+NAMED_SHARE = 0.3  # of the progress that is told
+# By what share of a step a plan must be faster that trusts in more: transfers beside computations, or an order nobody has seen.
+MOVING, STRANGE = 0.01, 0.001
+
+Told = Callable[[float], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """A way that was compared."""
+
+    way: Way
+    order_s: float  # of its order if memory were no matter; a bound if nothing was simulated
+    kept: Kept | None
+    is_made: bool = False
+
+    @property
+    def step_s(self) -> float:
+        return inf if self.kept is None else self.kept.step_s
+
+    @property
+    def price(self) -> float:
+        """What ways are compared by: the step, and a little more if it trusts in more."""
+        moves = self.kept is not None and self.kept.evicts
+        return self.step_s * (1 + MOVING * moves + STRANGE * self.is_made)
+
+    @property
+    def how(self) -> str:
+        """What keeps it within the budget."""
+        if self.kept is None:
+            return ""
+        hosts = self.kept.evicts and any(self.kept.plan.host_chain(rank) for rank in range(self.kept.plan.num_ranks))
+        does = [("offload to the host" if hosts else "offload to other ranks", self.kept.evicts)]
+        does.append(("recomputation", self.kept.recomputes))
+        return " and ".join(what for what, is_done in does if is_done)
+
+    @property
+    def schedule(self) -> str:
+        return f"an order made to measure from {self.way.rule.name}" if self.is_made else self.way.rule.name
+
+    @property
+    def kind(self) -> str:
+        return f"{self.schedule} {self.how}".strip()
+
+    @property
+    def name(self) -> str:
+        layout, p = self.way.layout, self.way.question.num_ranks
+        load = layout.load
+        parts = [
+            f"{len(layout.stage_ranks)} stages" if len(layout.stage_ranks) > p else "",
+            f"{layout.slices} slices" if layout.slices > 1 else "",
+            f"microbatch {load.microbatch_size}" if load.microbatch_size else "",
+            f"recomputation {load.recomputation}" if load.recomputation else "",
+            f"with {self.how}" if self.how else "",
+        ]
+        return ", ".join([self.schedule, *(part for part in parts if part)])
+
+
+def choose(question: Question, *, effort: int = EFFORT, seed: int = 0, told: Told = lambda done: None) -> Choice:
+    """Return the fastest plan that is found.
+
+    Raises:
+        ConfigurationError: no schedule takes these numbers of layers, ranks and microbatches.
+        BudgetError: nothing that was found keeps the budgets; the message names what comes closest.
+    """
+    tried = compared(question, told=lambda done: told(NAMED_SHARE * done))
+    if effort:
+        tried += _made(tried, effort, seed, lambda done: told(NAMED_SHARE + (1 - NAMED_SHARE) * done))
+    tried.sort(key=lambda one: (one.price, one.order_s))
+    told(1.0)
+    if tried[0].kept is None:
+        raise BudgetError(_nothing_fits(tried))
+    return _choice(question, tried)
+
+
+def compared(question: Question, *, told: Told = lambda done: None) -> list[Tried]:
+    """Return all ways with named schedules; what cannot be the fastest is not looked at closely.
+
+    First the plans are found that fit as they are: only an order that is faster than these is worth offloading or recomputing.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    ways = sorted(ways_of(question), key=lambda way: way.least_s)
+    if not ways:
+        raise ConfigurationError(
+            f"no schedule runs this on {question.num_ranks} ranks: give as many layers as ranks at least, more microbatch sizes, "
+            "or more schedules"
+        )
+    tried: list[Tried] = []
+    least, seen = inf, set()
+    for done, way in enumerate(ways):
+        told(done / len(ways) / 2)
+        if way.least_s >= least * (1 + MOVING):
+            tried.append(Tried(way, way.least_s, None))
+        elif (key := (way.layout, way.order.actions)) not in seen:
+            seen.add(key)
+            shop = JobShop(way.order, way.setting.costs)
+            order_s = inf if (times := shop.run(shop.lanes)) is None else times.step_s
+            as_it_is = replace(way.setting, evicts=False, recomputes=False)
+            tried.append(Tried(way, order_s, kept_within(way.order, as_it_is) if order_s < least * (1 + MOVING) else None))
+            least = min(least, tried[-1].price)
+    tried.sort(key=lambda one: one.order_s)
+    for done, one in enumerate(tried):
+        told(0.5 + done / len(tried) / 2)
+        if one.kept is None and one.order_s < least:
+            tried[done] = replace(one, kept=kept_within(one.way.order, one.way.setting))
+            least = min(least, tried[done].price)
+    return tried
+
+
+def _made(tried: Sequence[Tried], effort: int, seed: int, told: Told) -> Iterable[Tried]:
+    """Yield the best order made to measure, if there is one, from the families of the fastest named schedules."""
+    families: dict[object, list[Tried]] = {}
+    for one in sorted(tried, key=lambda one: (min(one.step_s, 1.5 * one.order_s), one.order_s)):
+        plan = one.way.order
+        computed = tuple(frozenset(action.op_key for action in lane if action.op in COMPUTE) for lane in plan.actions)
+        key = (one.way.layout, computed)
+        if key in families or len(families) < MOST_FAMILIES:
+            families.setdefault(key, []).append(one)
+    groups = list(families.values())
+    given = [Family(starts=tuple(one.way.order for one in group), setting=group[0].way.setting) for group in groups]
+    for found in searched(given, effort=effort, seed=seed, told=told):
+        if found.is_made and found.kept is not None:
+            yield Tried(groups[found.family][0].way, found.order_s, found.kept, is_made=True)
+            return
+
+
+def _choice(question: Question, tried: Sequence[Tried]) -> Choice:
+    best = tried[0]
+    assert best.kept is not None, "the best keeps the budgets"
+    way = best.way
+    plan = replace(best.kept.plan, name=MADE if best.is_made else best.kept.plan.name)
+    verify(plan)
+    shop = JobShop(way.order, way.setting.costs)
+    return Choice(
+        plan=plan,
+        stages=question.names_of(way.layout),
+        microbatch_size=way.layout.load.microbatch_size,
+        recomputation=way.layout.load.recomputation,
+        name=best.name,
+        step_s=best.kept.step_s,
+        bound_s=min(best.kept.step_s, lower_bound_s(shop, (None,) * question.num_ranks)),
+        device_peak_bytes=plan.device_peak_bytes,
+        budgets=way.setting.budgets,
+        others=tuple(_alternatives(tried)),
+        assumptions=(),
+        to_measure=(),
+        num_considered=len(tried),
+    )
+
+
+def _alternatives(tried: Sequence[Tried]) -> Iterable[Alternative]:
+    """Yield the best of each other kind than the first: of each schedule, and of each way to keep the budget."""
+    best, *others = tried
+    assert best.kept is not None, "the best keeps the budgets"
+    spent, seen = Spent.of_plan(best.kept.plan, best.way.setting.costs), {best.kind}
+    orders = {(best.way.layout, best.way.order.actions)}
+    for one in sorted([*others, *_kept_otherwise(best)], key=lambda one: (one.price, one.order_s)):
+        order = (one.way.layout, one.way.order.actions)
+        if one.kind not in seen and (one.kept is not None or order not in orders):
+            seen.add(one.kind)
+            orders.add(order)
+            step_s = None if one.kept is None else one.kept.step_s
+            least_s = sum(Spent.of_order(one.way.order, one.way.setting.costs)) if step_s is None else step_s
+            yield Alternative(name=one.name, kind=one.kind, step_s=step_s, least_s=least_s, reason=_reason(one, best, spent))
+
+
+def _kept_otherwise(best: Tried) -> Iterable[Tried]:
+    """Yield what only evicts, or only recomputes, where the best does the one or the other."""
+    assert best.kept is not None, "the best keeps the budgets"
+    setting, does = best.way.setting, (best.kept.evicts, best.kept.recomputes)
+    for evicts, recomputes in ((True, False), (False, True)):
+        if any(does) and does != (evicts, recomputes) and not best.is_made:
+            allowed = replace(setting, evicts=evicts and setting.evicts, recomputes=recomputes and setting.recomputes)
+            if (kept := kept_within(best.way.order, allowed)) is not None:
+                yield Tried(best.way, best.order_s, kept)
+
+
+def _reason(one: Tried, best: Tried, spent: Spent) -> str:
+    costs = one.way.setting.costs
+    if one.kept is not None:
+        why = Spent.of_plan(one.kept.plan, costs).why_slower(spent)
+        return why if one.step_s > best.step_s else f"{why}: not clearly faster, and it trusts in more"
+    if one.order_s < best.price:
+        return f"does not fit: {too_full(communicate(one.way.order), one.way.setting.budgets)}, and nothing found keeps it below"
+    return f"{Spent.of_order(one.way.order, costs).why_slower(spent)}, with any memory"
+
+
+def _nothing_fits(tried: Sequence[Tried]) -> str:
+    def excess(one: Tried) -> int:
+        peaks = communicate(one.way.order).device_peak_bytes
+        return max(peak - (peak if budget is None else budget) for peak, budget in zip(peaks, one.way.setting.budgets))
+
+    nearest = min(tried, key=excess)
+    return (
+        f"no plan was found that keeps the budgets, of {len(tried)} ways; the nearest is {nearest.name}, where "
+        f"{too_full(communicate(nearest.way.order), nearest.way.setting.budgets)} if nothing is offloaded or recomputed. Give more "
+        "memory, more ranks, smaller microbatches, recomputation inside layers, or host=True"
+    )

@@ -1,0 +1,72 @@
+"""What steps have shown of the costs of a model's stages: the latest measurement of each operation, and of each kind of link."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from statistics import median
+from typing import Any
+
+from bpipe.estimate.calibrate import calibrated
+from bpipe.plan.plan import Plan
+from bpipe.plan.sizes import Sizes
+from bpipe.simulator.costs import Costs, Link
+from bpipe.tools.measured import Measured
+
+__all__: list[str] = []
+
+OPERATIONS = ("forward_s", "backward_s", "input_s", "weight_s")
+LINKS = ("link", "cross_link", "host_link")
+
+
+@dataclass(slots=True)
+class KnownCosts:
+    """The costs of the stages, as far as they are known.
+
+    Args:
+        assumed: the links, and what a transfer slows computations down by, until steps show them.
+        nodes: the node of each rank; None: all on one.
+    """
+
+    assumed: Costs = field(default_factory=Costs)
+    nodes: Sequence[int] | None = None
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # of each operation that has run, by stage
+    links: dict[str, Link] = field(default_factory=dict)
+    slowdown: float | None = None
+
+    def copy(self) -> KnownCosts:
+        """Return costs that learn by themselves."""
+        return replace(self, seconds=dict(self.seconds), links=dict(self.links))
+
+    def learn(self, steps: Sequence[Measured], plan: Plan) -> None:
+        """Take the costs of some steps of a plan in place of what was known."""
+        found = calibrated(steps, plan, nodes=self.nodes)
+        for name in OPERATIONS:
+            series = getattr(found, name)
+            if isinstance(series, Sequence) and name in _run_by(plan):
+                self.seconds[name] = [median(one) if isinstance(one, Sequence) else one for one in series]
+        for name in LINKS:
+            if (link := getattr(found, name)) not in (None, Link()):
+                self.links[name] = link
+        self.slowdown = found.slowdown if found.slowdown > 1 else self.slowdown
+
+    def costs(self, sizes: Sizes) -> Costs:
+        """Return all costs: a whole backward takes as long as its halves, and each half as much of it, until they have run."""
+        known: dict[str, Any] = {one.name: getattr(self.assumed, one.name) for one in fields(Costs)}
+        known |= self.seconds
+        halves = self.seconds.get("input_s"), self.seconds.get("weight_s")
+        if "backward_s" not in self.seconds and halves[0] is not None and halves[1] is not None:
+            known["backward_s"] = list(map(float.__add__, halves[0], halves[1]))
+        known |= self.links
+        known["slowdown"] = self.slowdown or self.assumed.slowdown
+        known["nodes"] = self.nodes
+        known["saved_bytes"] = [stage.saved for stage in sizes.stages]
+        known["movable_bytes"] = [stage.movable for stage in sizes.stages]
+        known["output_bytes"] = [stage.sent for stage in sizes.stages]
+        return Costs(**known)
+
+
+def _run_by(plan: Plan) -> set[str]:
+    """Return the costs of the operations that a plan runs."""
+    named = dict(zip("FBIW", OPERATIONS))
+    return {named[action.op.value] for lane in plan.actions for action in lane if action.op.value in named}

@@ -1,0 +1,158 @@
+"""Cut a whole model for the ranks of a group, where rank 0 measures its layers and chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from bpipe.api.loopback import LoopbackGroup
+from bpipe.chooser.compare import choose
+from bpipe.chooser.plan_choice import Choice
+from bpipe.chooser.question import Load, ModelQuestion
+from bpipe.comm.transport.process_group import device_of
+from bpipe.errors import AgreementError, ConfigurationError, format_error
+from bpipe.model.stage import PipelineStage
+from bpipe.partition.measure import measure_layers
+from bpipe.partition.model_split import split_model
+
+__all__: list[str] = []
+
+MOST_SIZES = 3  # of microbatches that are measured, unless the user names sizes
+
+
+class Cut(NamedTuple):
+    """This rank's stages of a model, and why it was cut like this."""
+
+    stages: list[PipelineStage]
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeModel:
+    """A model before it is cut.
+
+    Args:
+        model: all of it, the same on all ranks.
+        batch: positional arguments of a step, as in training.
+        target: that `loss_fn` gets for it.
+        loss_fn: counted with the last layer.
+        layers: as `bpipe.measure_layers` takes them.
+        microbatch_sizes: rows of a microbatch, to choose from; None: such as give p, 2p and 4p microbatches.
+        device: of this rank's stages.
+        group: the ranks.
+    """
+
+    model: nn.Module
+    batch: tuple[Any, ...]
+    target: Any
+    loss_fn: Any
+    layers: Sequence[str | Sequence[str]] | None
+    microbatch_sizes: Sequence[int] | None
+    device: torch.device
+    group: Any
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank of the group, and the number of ranks."""
+        if isinstance(self.group, LoopbackGroup):
+            return self.group.rank, self.group.loopback.num_ranks
+        return dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def cut(self, **question: Any) -> Cut:
+        """Measure and choose on rank 0, and make this rank's stages. Collective.
+
+        Args:
+            question: arguments of `ModelQuestion` beside the layers, the ranks and the batch.
+
+        Raises:
+            ConfigurationError: the batch has no rows, or no size divides them; or what `measure_layers` refuses.
+            BudgetError: on rank 0, nothing keeps the memory.
+            AgreementError: on the others, rank 0 failed.
+        """
+        rank, p = self.place
+        choice = Choice.from_json(self._from_first(rank, p, question))
+        plan = choice.plan
+        parts = split_model(self.model, choice.stages)
+        stages = [
+            PipelineStage(parts[stage].to(self.device), stage, plan.num_stages, self.device, self.group)
+            for stage in plan.stages_of(rank)
+        ]
+        return Cut(stages, choice)
+
+    def _from_first(self, rank: int, num_ranks: int, question: dict[str, Any]) -> str:
+        """Return the choice of rank 0, as JSON; raise on all ranks if it failed."""
+        group = self.group
+        if isinstance(group, LoopbackGroup):
+            asked = ("whole model", id(self.model), id(self.loss_fn), repr(question))
+            return str(group.loopback.once(asked, lambda: self._chosen(num_ranks, question)))
+        failure: Exception | None = None
+        text = ""
+        if rank == 0:
+            try:
+                text = "+" + self._chosen(num_ranks, question)
+            except Exception as error:
+                failure, text = error, f"-{format_error(error)}"
+        text = _broadcast(text, group)
+        if failure is not None:
+            raise failure
+        if text[:1] != "+":
+            raise AgreementError(f"rank 0 cannot choose how to cut the model: {text[1:]}")
+        return text[1:]
+
+    def _chosen(self, num_ranks: int, question: dict[str, Any]) -> str:
+        rows = _rows(self.batch)
+        layers = {
+            Load(size): measure_layers(
+                self.model,
+                _first_rows(self.batch, rows, size),
+                layers=self.layers,
+                loss_fn=self.loss_fn,
+                target=_first_rows(self.target, rows, size),
+                repeats=3,
+            )
+            for size in self._sizes(rows, num_ranks)
+        }
+        return choose(ModelQuestion(layers=layers, num_ranks=num_ranks, batch=rows, **question), effort=0).to_json()
+
+    def _sizes(self, rows: int, num_ranks: int) -> list[int]:
+        if self.microbatch_sizes is not None:
+            if wrong := [size for size in self.microbatch_sizes if size < 1 or rows % size]:
+                raise ConfigurationError(f"microbatch_sizes: {wrong} do not divide a batch of {rows} rows")
+            return sorted(set(self.microbatch_sizes))
+        sizes = [rows // (num_ranks << more) for more in range(MOST_SIZES) if rows % (num_ranks << more) == 0]
+        if not sizes:
+            raise ConfigurationError(
+                f"a batch of {rows} rows does not divide into {num_ranks} microbatches, as many as ranks, or more: give one that "
+                "does, or microbatch_sizes="
+            )
+        return sizes
+
+
+def _rows(batch: Any) -> int:
+    rows = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    if len(rows) != 1:
+        raise ConfigurationError(f"batch: give tensors with the same number of rows, got {sorted(rows)}")
+    return int(rows.pop())
+
+
+def _first_rows(values: Any, rows: int, size: int) -> Any:
+    """Return the first microbatch: of each tensor with the batch's rows, the first of them."""
+    return tree_map_only(torch.Tensor, lambda one: one[:size] if one.dim() and one.shape[0] == rows else one, values)
+
+
+def _broadcast(text: str, group: Any) -> str:
+    """Return the text that rank 0 gives. Collective."""
+    where = device_of(group)
+    data = text.encode()
+    length = torch.tensor([len(data)], device=where)
+    dist.broadcast(length, group_src=0, group=group)
+    packed = torch.zeros(int(length), dtype=torch.uint8, device=where)
+    packed[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(where) if data else packed[:0]
+    dist.broadcast(packed, group_src=0, group=group)
+    return bytes(packed.cpu().tolist()).decode()

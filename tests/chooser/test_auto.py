@@ -1,0 +1,269 @@
+"""`bpipe.auto` over processes: the same plan on all ranks, 1F1B's gradients, another plan if the first was chosen wrongly."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import bpipe
+from bpipe.errors import AgreementError, BudgetError, ConfigurationError
+from tests.ranks import run_ranks
+from tests.sleepers import Sleeper
+from tests.tries import holds_in_one_try
+
+P, M, WIDTH, STEPS = 4, 8, 16, 12
+
+
+class Ran(NamedTuple):
+    """What a rank saw."""
+
+    plans: list[str]  # fingerprints, by step
+    names: list[str]  # of the choices, by step
+    said: list[str]
+    gradients: list[torch.Tensor]
+
+
+class Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.texts: list[str] = []
+        logger = logging.getLogger("bpipe")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+class Block(nn.Sequential):
+    """What a stage or a layer computes."""
+
+    def __init__(self, width: int, times: int = 2) -> None:
+        super().__init__(nn.Linear(width, times * width), nn.Tanh(), nn.Linear(times * width, width))
+
+
+class Slow(nn.Module):
+    """A stage that computes something, and takes its time, which changes after the first step."""
+
+    def __init__(self, rank: int, first_s: float, later_s: float) -> None:
+        super().__init__()
+        torch.manual_seed(rank)
+        self.block, self.num_forwards = Block(WIDTH), 0
+        self.first, self.later = Sleeper(first_s, 4096), Sleeper(later_s, 4096)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        return (self.first if self.num_forwards <= M else self.later)(self.block(x))
+
+
+def trained(rank: int, how: str, first_s: Sequence[float], later_s: Sequence[float], **wishes: Any) -> Ran:
+    kept, module = Kept(), Slow(rank, first_s[rank], later_s[rank])
+    stage = bpipe.PipelineStage(module, rank, P, "cpu")
+    if how == "auto":
+        schedule = bpipe.auto(stage, M, nn.functional.mse_loss, **wishes)
+    else:
+        schedule = bpipe.OneFOneB(stage, M, nn.functional.mse_loss)
+    optimizer = torch.optim.Adam(module.parameters())
+    torch.manual_seed(7)
+    plans, names, gradients = [], [], []
+    for _ in range(STEPS):
+        x = torch.randn(2 * M, WIDTH)
+        optimizer.zero_grad()
+        schedule.step(x, target=x, return_outputs=False)
+        gradients = [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+        optimizer.step()
+        plans.append(schedule.plan.fingerprint())
+        names.append(getattr(getattr(schedule, "choice", None), "name", ""))
+    schedule.close()
+    return Ran(plans, names, kept.texts, gradients)
+
+
+def test_gradients_are_1f1bs() -> None:
+    times = [0.0] * P
+    chosen = run_ranks(as_auto, P, times, times, 100_000)
+    plain = run_ranks(as_plain, P, times, times)
+    for one, other in zip(chosen, plain):
+        assert one.plans == chosen[0].plans
+        assert len(one.gradients) == len(other.gradients) > 0
+        assert all(map(torch.equal, one.gradients, other.gradients))
+    assert len(set(chosen[0].plans)) > 1  # the first step measured
+
+
+def as_auto(rank: int, first_s: Sequence[float], later_s: Sequence[float], effort: int) -> Ran:
+    return trained(rank, "auto", first_s, later_s, effort=effort)
+
+
+def as_plain(rank: int, first_s: Sequence[float], later_s: Sequence[float]) -> Ran:
+    return trained(rank, "plain", first_s, later_s)
+
+
+@pytest.mark.alone
+def test_another_plan_takes_its_place_if_costs_were_wrong() -> None:
+    """In the first step the first stage is the slow one, so that the order that is made suits that; then the last one is."""
+
+    def measure() -> tuple[list[Ran], list[str]]:
+        ran = run_ranks(as_auto, P, [0.02, 0.004, 0.004, 0.004], [0.004, 0.004, 0.012, 0.02], 200_000)
+        return ran, [text for text in ran[0].said if "takes its place" in text or "it stays" in text]
+
+    def holds(found: tuple[list[Ran], list[str]]) -> bool:
+        ran, said = found
+        assert all(one.plans == ran[0].plans and one.names == ran[0].names for one in ran)
+        assert any("than expected" in text for text in ran[0].said)
+        return len(set(ran[0].plans)) >= 3 and any("takes its place" in text for text in said)
+
+    holds_in_one_try(measure, holds)
+
+
+def test_ranks_with_other_arguments() -> None:
+    for error in run_ranks(with_other_arguments, P, expect_errors=True):
+        assert isinstance(error, AgreementError)
+
+
+def with_other_arguments(rank: int) -> None:
+    stage = bpipe.PipelineStage(Block(WIDTH), rank, P, "cpu")
+    schedule = bpipe.auto(stage, M, nn.functional.mse_loss, effort=1000 if rank == 2 else 2000)
+    schedule.step(torch.ones(M, WIDTH), target=torch.ones(M, WIDTH))
+
+
+def test_too_little_memory() -> None:
+    for error in run_ranks(with_a_byte, P, expect_errors=True):
+        assert isinstance(error, BudgetError)
+        assert "no plan was found that keeps the budgets" in str(error)
+
+
+def with_a_byte(rank: int) -> None:
+    stage = bpipe.PipelineStage(Block(WIDTH), rank, P, "cpu")
+    schedule = bpipe.auto(stage, M, nn.functional.mse_loss, effort=0, memory_bytes=1)
+    for _ in range(2):
+        schedule.step(torch.ones(M, WIDTH), target=torch.ones(M, WIDTH))
+
+
+def test_rank_0_cannot_choose() -> None:
+    for error in run_ranks(failing_to_choose, P, expect_errors=True):
+        assert isinstance(error, AgreementError)
+        assert "rank 0 cannot choose a plan: ZeroDivisionError" in str(error)
+
+
+def failing_to_choose(rank: int) -> None:
+    def progress(done: int, total: int) -> None:
+        raise ZeroDivisionError
+
+    stage = bpipe.PipelineStage(Block(WIDTH), rank, P, "cpu")
+    schedule = bpipe.auto(stage, M, nn.functional.mse_loss, effort=0, progress=progress)
+    for _ in range(2):
+        schedule.step(torch.ones(M, WIDTH), target=torch.ones(M, WIDTH))
+
+
+@pytest.mark.parametrize("by", ["evict", "recompute", "evict_or_recompute"])
+def test_within_a_budget(by: str) -> None:
+    for most, budget, plans in run_ranks(within_a_budget, P, by):
+        assert most <= budget
+        assert len(set(plans)) > 1
+
+
+def within_a_budget(rank: int, by: str) -> tuple[int, int, list[str]]:
+    torch.manual_seed(rank)
+    stage = bpipe.PipelineStage(Block(WIDTH, 16), rank, P, "cpu")
+    x = torch.randn(512 * M, WIDTH)
+    peaks = []
+    for wanted in ("lowest", [None] * P):
+        balanced = bpipe.Balanced(bpipe.OneFOneB(stage, M, nn.functional.mse_loss), budget=wanted)
+        for _ in range(2):
+            balanced.step(x, target=x, return_outputs=False)
+        peaks.append(max(balanced.plan.device_peak_bytes))
+        balanced.close()
+    budget, plain = peaks
+    assert budget < plain
+    schedule = bpipe.auto(stage, M, nn.functional.mse_loss, effort=0, memory_bytes=budget, by=by, schedules=["1f1b", "gpipe"])
+    plans = []
+    for _ in range(4):
+        schedule.step(x, target=x, return_outputs=False)
+        plans.append(schedule.plan.fingerprint())
+    most = int(schedule.stats["device_peak_bytes"])
+    schedule.close()
+    return most, budget, plans
+
+
+def test_a_whole_model() -> None:
+    ran = run_ranks(whole_model, P)
+    alone = whole_model_alone()
+    assert len({plan for _, plan in ran}) == 1
+    names = [name for gradients, _ in ran for name in gradients]
+    assert sorted(names) == sorted(alone)
+    for gradients, _ in ran:
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, alone[name])
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(WIDTH) for _ in range(9)))
+
+
+def whole_model(rank: int) -> tuple[dict[str, torch.Tensor], str]:
+    x = torch.arange(16.0 * WIDTH).reshape(16, WIDTH) / 100
+    schedule = bpipe.auto(model(), x, nn.functional.mse_loss, target=x, effort=20_000)
+    for _ in range(3):
+        for module in schedule.modules:
+            module.zero_grad()
+        schedule.step(x, target=x, return_outputs=False)
+    found = {name: one.grad for module in schedule.modules for name, one in module.named_parameters() if one.grad is not None}
+    plan = schedule.plan.fingerprint()
+    schedule.close()
+    return found, plan
+
+
+def whole_model_alone() -> dict[str, torch.Tensor]:
+    whole, x = model(), torch.arange(16.0 * WIDTH).reshape(16, WIDTH) / 100
+    nn.functional.mse_loss(whole(x), x).backward()
+    return {name: one.grad for name, one in whole.named_parameters() if one.grad is not None}
+
+
+def test_a_whole_model_that_rank_0_cannot_measure() -> None:
+    first, *others = run_ranks(model_that_fails_on_rank_0, P, expect_errors=True)
+    assert isinstance(first, RuntimeError)
+    for error in others:
+        assert isinstance(error, AgreementError)
+        assert "rank 0 cannot choose how to cut the model" in str(error)
+
+
+def model_that_fails_on_rank_0(rank: int) -> None:
+    x = torch.ones(16, WIDTH if rank else WIDTH + 1)
+    bpipe.auto(model(), x, nn.functional.mse_loss, target=x)
+
+
+def stages_in_a_loopback(places: Sequence[int], p: int) -> list[bpipe.PipelineStage]:
+    loopback = bpipe.Loopback(p)
+    return [bpipe.PipelineStage(Block(WIDTH), place, 2 * p, "cpu", group=loopback.rank(0)) for place in places]
+
+
+@pytest.mark.parametrize(
+    ("places", "p", "said"),
+    [([1, 4], 3, "in a V and in a loop alike"), ([0, 1], 4, "no schedule places stages [0, 1] on one of 4 ranks")],
+)
+def test_placements_that_tell_nothing(places: list[int], p: int, said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        bpipe.auto(stages_in_a_loopback(places, p), M, nn.functional.mse_loss)
+    assert said in str(caught.value)
+
+
+def test_a_form_of_inputs_has_its_own_plan() -> None:
+    loopback = bpipe.Loopback(2)
+    torch.manual_seed(0)
+    stages = [bpipe.PipelineStage(Block(WIDTH), rank, 2, "cpu", group=loopback.rank(rank)) for rank in range(2)]
+    schedules = [bpipe.auto(stage, 4, nn.functional.mse_loss, effort=0) for stage in stages]
+    choices = []
+    for rows in (8, 8, 16, 16, 8):
+        x = torch.ones(rows, WIDTH)
+        loopback.step(schedules, x, target=x, return_outputs=False)
+        choices.append(schedules[1].choice)
+    assert choices[0] is None and choices[1] is not None
+    assert choices[3] is not choices[1] and choices[3].device_peak_bytes > choices[1].device_peak_bytes
+    assert schedules[0].plan.device_peak_bytes == choices[1].device_peak_bytes

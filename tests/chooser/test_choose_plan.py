@@ -1,0 +1,195 @@
+"""The chosen plan is never slower than a named schedule with the best cut, keeps the memory, and says why the others lose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from bpipe.chooser.choose_plan import choose_plan
+from bpipe.chooser.plan_choice import Choice
+from bpipe.errors import BPipeError, BudgetError, ConfigurationError
+from bpipe.estimate import Measurement, Profile
+from bpipe.partition import LayerCost, choose_stages
+from bpipe.passes.communicate import computations_only
+from bpipe.passes.evict_or_recompute import evict_or_recompute
+from bpipe.schedules import Costs, Link, Plan, build, finish, simulate, verify
+from bpipe.tools.balancing import sizes_of
+from tests.schedules.replay import occupied_bytes, replay
+
+P, BATCH = 4, 16
+
+
+def layers_of(seed: int, num_layers: int = 12) -> list[LayerCost]:
+    """Return random layers, the last of which is a head that saves much."""
+    random = Random(seed)
+    return [
+        LayerCost(
+            names=(f"layers.{index}",),
+            forward_s=(forward_s := random.uniform(0.5, 1.5) * (2 if index == num_layers - 1 else 1)),
+            backward_s=2 * forward_s,
+            input_s=random.uniform(0.8, 1.2) * forward_s,
+            saved_bytes=random.randint(500, 1500),
+            output_bytes=100,
+            static_bytes=random.randint(0, 2000),
+        )
+        for index in range(num_layers)
+    ]
+
+
+def named_by_hand(layers: list[LayerCost], budget: int, link: float) -> float:
+    """Return the fastest step of named schedules with cuts by `choose_stages`, as they are or kept within the budget."""
+    steps = [inf]
+    for name, v in (("1f1b", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("zbv", 2), ("v_half", 2)):
+        choice = choose_stages(layers, P * v, BATCH, schedule=name)
+        halves = [sum(one.input_s or 0.0 for one in layers if one.names[0] in names) for names in choice.stages]
+        costs = replace(choice.costs, input_s=halves, link=Link(bytes_per_s=link))
+        plan = build(name, P * v, BATCH)
+        sizes = sizes_of(plan, costs, 1)
+        try:
+            kept = evict_or_recompute(plan, sizes=sizes, budgets=budget, costs=costs)
+        except BudgetError:
+            continue
+        finished = finish(kept)
+        if max(finished.device_peak_bytes) <= budget:
+            steps.append(simulate(finished, costs).makespan_s)
+        plain = finish(replace(computations_only(plan), sizes=sizes))
+        if max(plain.device_peak_bytes) <= budget:
+            steps.append(simulate(plain, costs).makespan_s)
+    return min(steps)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_never_slower_than_what_is_chosen_by_hand(seed: int) -> None:
+    layers, link = layers_of(seed), (inf, 2000.0, 500.0)[seed % 3]
+    budget = (24_000, 16_000)[seed % 2]
+    choice = choose_plan(
+        layers, batch=BATCH, num_ranks=P, memory_bytes=budget, reserved_bytes=0, link=link, effort=150_000, microbatch_sizes=[1]
+    )
+    assert choice.step_s <= named_by_hand(layers, budget, link) * 1.015  # the price of plans that trust in more
+    check(choice, budget)
+
+
+def check(choice: Choice, budget: int | None) -> None:
+    plan = choice.plan
+    verify(plan)
+    assert replay(plan) is None and occupied_bytes(plan) == plan.device_peak_bytes == choice.device_peak_bytes
+    assert budget is None or max(choice.device_peak_bytes) <= budget
+    assert len(choice.stages) == plan.num_stages
+    assert choice.bound_s <= choice.step_s
+    assert Choice.from_json(choice.to_json()) == choice
+    assert choice.others and all(one.reason for one in choice.others)
+    assert len({one.kind for one in choice.others}) == len(choice.others)
+    assert all(one.step_s in (None, one.least_s) for one in choice.others)
+
+
+def test_the_stages_are_the_model() -> None:
+    layers = layers_of(3)
+    choice = choose_plan(layers, batch=BATCH, num_ranks=P, effort=0, microbatch_sizes=[1])
+    assert [name for names in choice.stages for name in names] == [one.names[0] for one in layers]
+
+
+def test_the_same_arguments_choose_the_same() -> None:
+    first, second = (choose_plan(layers_of(1), batch=8, num_ranks=2, effort=60_000) for _ in range(2))
+    assert first == second
+
+
+def test_a_larger_microbatch_that_is_more_efficient() -> None:
+    """Of two sizes the larger is chosen if it pays, and fits; a tight budget leaves the smaller one."""
+    small = layers_of(5)
+    by_size = {1: small, 2: [replace(one, saved_bytes=2 * one.saved_bytes, **times(one, 1.5)) for one in small]}
+    wishes: dict[str, Any] = {"batch": 32, "num_ranks": P, "reserved_bytes": 0, "effort": 0, "by": "evict"}
+    assert choose_plan(by_size, **wishes).microbatch_size == 2
+    tight = choose_plan(by_size, **wishes, memory_bytes=17_000)
+    assert tight.microbatch_size == 1 and max(tight.device_peak_bytes) <= 17_000
+
+
+def times(layer: LayerCost, factor: float) -> dict[str, float]:
+    return {name: factor * getattr(layer, name) for name in ("forward_s", "backward_s", "input_s")}
+
+
+def test_slow_links_are_not_evicted_over() -> None:
+    layers = [LayerCost(names=(f"{i}",), forward_s=1.0, backward_s=2.0, saved_bytes=1000, output_bytes=1) for i in range(P)]
+    wishes: dict[str, Any] = {"num_ranks": P, "memory_bytes": 3100, "reserved_bytes": 0, "schedules": ["1f1b"], "effort": 0}
+    fast, slow = (choose_plan(layers, batch=8, link=rate, **wishes) for rate in (1e6, 20.0))
+    assert "offload to other ranks" in fast.name and "offload" not in slow.name
+    assert "recomputation" in slow.name
+    [other] = [one for one in slow.others if "offload" in one.name]
+    assert "more waiting for evictions and loads" in other.reason
+    check(slow, 3100)
+
+
+def test_slices_are_only_chosen_where_they_are_allowed() -> None:
+    layers = [LayerCost(names=(f"{i}",), forward_s=1.0, backward_s=2.0, saved_bytes=1000) for i in range(P)]
+    whole, sliced = (choose_plan(layers, batch=4, num_ranks=P, effort=0, slices=slices) for slices in ((1,), (1, 4)))
+    assert whole.plan.slices == 1 and sliced.plan.slices == 4 and sliced.step_s < whole.step_s
+
+
+def test_a_model_by_name() -> None:
+    choice = choose_plan("gpt3-13b", batch=16, num_ranks=4, device="a100-80gb", recomputations=["none"], effort=0)
+    assert choice.stages[0][0] == "embedding" and choice.stages[-1][-1] == "head"
+    assert sum(map(len, choice.stages)) == 42
+    check(choice, None)
+    text = str(choice)
+    assert text.startswith(f"Run {choice.name}: ") and "Assumed:" in text and "To be surer:" in text
+
+
+def test_profiles_are_joined_but_not_cut() -> None:
+    sizes = {"own_bytes": 900, "movable_bytes": 800, "shared_bytes": 0, "output_bytes": 20, "input_gradient_bytes": 20}
+    one = Measurement(microbatch_size=1, forward_s=1.0, backward_s=2.0, **sizes)
+    none = dict.fromkeys(("num_parameters", "num_trainable", "parameter_bytes", "trainable_bytes", "gradient_bytes"), 0)
+    profile = Profile(name="Stage", device="cpu", buffer_bytes=0, measurements=(one,), **none)
+    choice = choose_plan([profile] * 8, batch=8, num_ranks=4, effort=0)
+    assert sum(map(len, choice.stages)) == 8
+
+
+def test_answers_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wishes: dict[str, Any] = {"batch": 8, "num_ranks": 2, "effort": 20_000, "cache": tmp_path}
+    first = choose_plan(layers_of(2), **wishes)
+    monkeypatch.setattr("bpipe.chooser.choose_plan.choose", lambda *_, **__: pytest.fail("was kept"))
+    assert choose_plan(layers_of(2), **wishes) == first
+    [file] = tmp_path.iterdir()
+    file.write_text("{}", encoding="utf-8")
+    with pytest.raises(ConfigurationError, match="not a choice"):
+        choose_plan(layers_of(2), **wishes)
+
+
+def test_progress_goes_from_nothing_to_all() -> None:
+    told: list[tuple[int, int]] = []
+    choose_plan(layers_of(2), batch=8, num_ranks=2, effort=20_000, progress=lambda *done: told.append(done))
+    assert told == sorted(told) and told[0][0] == 0 and told[-1] == (1000, 1000)
+
+
+LAYERS = layers_of(0)
+
+
+@pytest.mark.parametrize(
+    ("model", "wishes", "error", "said"),
+    [
+        (LAYERS, {"batch": 8, "num_ranks": 20}, ConfigurationError, "no schedule runs this on 20 ranks"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "by": "magic"}, ConfigurationError, "by='magic'"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "schedules": ["bitpipe"]}, ConfigurationError, "needs each stage on two ranks"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "schedules": ["local_learning"]}, ConfigurationError, "learns something else"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "schedules": ["1f2b"]}, ConfigurationError, "no schedule is called '1f2b'"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": [1, 2, 3]}, ConfigurationError, "memory_bytes has 3 entries"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": 500, "reserved_bytes": 0}, BudgetError, "no plan was found"),
+        ({3: LAYERS}, {"batch": 8, "num_ranks": 2}, ConfigurationError, "none of the microbatch sizes"),
+        ({1: LAYERS, 2: LAYERS[1:]}, {"batch": 8, "num_ranks": 2}, ConfigurationError, "different names"),
+        ([], {"batch": 8, "num_ranks": 2}, ConfigurationError, "give LayerCosts"),
+        ("gpt3-13b", {"batch": 8, "num_ranks": 2}, ConfigurationError, "how fast is a device"),
+    ],
+)
+def test_bad_input(model: Any, wishes: dict[str, Any], error: type[BPipeError], said: str) -> None:
+    with pytest.raises(error) as caught:
+        choose_plan(model, effort=0, **wishes)
+    assert said in str(caught.value)
+
+
+def test_plans_of_costs_that_are_free() -> None:
+    free = [LayerCost(names=(f"{i}",), forward_s=0.0, backward_s=0.0) for i in range(4)]
+    assert isinstance(choose_plan(free, batch=4, num_ranks=2, effort=1000).plan, Plan)
+    assert Costs().link == Link()
