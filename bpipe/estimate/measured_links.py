@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, takewhile
 from math import inf
 from statistics import median
@@ -20,6 +20,7 @@ LEAST_WAIT_S, LEAST_WAIT_SHARE = 1e-3, 0.1  # of a transfer's time: a lane that 
 
 Carried = Callable[[Action], int]
 Way = tuple[int, int]  # from one rank to another, or to or from its host
+_Point = tuple[int, float, int]  # bytes, seconds, and the number of transfers that took them
 
 
 class Flight(NamedTuple):
@@ -112,36 +113,60 @@ def fitted(ways: Iterable[Sequence[Flight]]) -> Link | None:
         ways: the transfers of each direction of such links.
     """
     points: dict[int, list[float]] = defaultdict(list)
+    most: dict[int, list[float]] = defaultdict(list)
     for flights in ways:
         by_size: dict[int, list[_Busy]] = defaultdict(list)
-        for busy in _busy(flights):
-            by_size[busy.num_bytes].append(busy)
+        for together in _together(flights):
+            # Up to the first of which it is not known when it was complete: behind it there may be a pause.
+            if seen := list(takewhile(lambda flight: flight.is_seen, together)):
+                busy = _as_one(seen)
+                by_size[busy.num_bytes].append(busy)
+            if len(seen) < len(together):
+                busy = _as_one(together)
+                most[busy.num_bytes].append(busy.seconds + busy.error_s)
         for num_bytes, some in by_size.items():
             if median(busy.seconds for busy in some) > max(busy.error_s for busy in some):
                 points[num_bytes] += [busy.seconds for busy in some]
-    return _line([(num_bytes, median(seconds), len(seconds)) for num_bytes, seconds in sorted(points.items())])
+    return _within(_medians(points), _medians(most))
 
 
-def _busy(flights: Iterable[Flight]) -> Iterator[_Busy]:
-    """Yield the times in which a direction of a link was busy, from transfers in the order in which they were posted."""
+def _medians(seconds: Mapping[int, Sequence[float]]) -> list[_Point]:
+    return [(num_bytes, median(some), len(some)) for num_bytes, some in sorted(seconds.items())]
+
+
+def _within(points: Sequence[_Point], most: Sequence[_Point]) -> Link | None:
+    """Return the link through most points, and through those of the others that it would take longer for, if there are any."""
+    link = _line(points)
+    if link is None:
+        return None
+    known = {num_bytes for num_bytes, _, _ in points}
+    missed = [point for point in most if point[0] not in known and _seconds(link, point[0]) > point[1]]
+    return _line(sorted([*points, *missed])) if missed else link
+
+
+def _seconds(link: Link, num_bytes: int) -> float:
+    return link.latency_s + num_bytes / link.bytes_per_s
+
+
+def _together(flights: Iterable[Flight]) -> Iterator[list[Flight]]:
+    """Yield the transfers that kept a direction of a link busy without a pause, from those in the order of their posts."""
     together: list[Flight] = []
     for flight in flights:
         if together and flight.begin_s >= max(one.end_s for one in together):
-            yield from _as_one(together)
+            yield together
             together = []
         together.append(flight)
-    yield from _as_one(together)
+    if together:
+        yield together
 
 
-def _as_one(together: Sequence[Flight]) -> Iterator[_Busy]:
-    """Yield transfers as one, up to the first of which it is not known when it was complete: behind it there may be a pause."""
-    seen = list(takewhile(lambda flight: flight.is_seen, together))
-    if seen:
-        seconds = max(flight.end_s for flight in seen) - seen[0].begin_s
-        yield _Busy(sum(flight.num_bytes for flight in seen), seconds, max(flight.error_s for flight in seen))
+def _as_one(together: Sequence[Flight]) -> _Busy:
+    """Return transfers as one, of all their bytes."""
+    seconds = max(flight.end_s for flight in together) - together[0].begin_s
+    return _Busy(sum(flight.num_bytes for flight in together), seconds, max(flight.error_s for flight in together))
 
 
-def _line(points: Sequence[tuple[int, float, int]]) -> Link | None:
+def _line(points: Sequence[_Point]) -> Link | None:
     """Return the link through most points of bytes, seconds and number of transfers: the median of slopes, then of what is left.
 
     With one number of bytes, and where more bytes cost more than in proportion, it is a bandwidth alone; where more bytes do not

@@ -314,3 +314,17 @@ def test_traces_without_sizes_and_with_wrong_ones(tmp_path) -> None:
         else:
             with pytest.raises(ConfigurationError, match=match):
                 bpipe.load_trace(tmp_path)
+
+
+def test_what_nobody_waited_for_bounds_a_bandwidth_that_small_messages_show() -> None:
+    """Messages of 1 kB take 1 ms: by themselves they look like a link of 1 MB/s, for which an eviction of 1 MB would take 1 s."""
+    messages = [links.Flight(1000, 0.1 * number, 0.1 * number + 1e-3, True, 0.0) for number in range(4)]
+    evictions = [links.Flight(1_000_000, 1 + number, 1.1 + number, False, 0.0) for number in range(4)]
+    alone, found = links.fitted([messages]), links.fitted([[*messages, *evictions]])
+    assert alone is not None and found is not None
+    assert (alone.latency_s, alone.bytes_per_s) == (0.0, pytest.approx(1e6))
+    assert found.latency_s + 1000 / found.bytes_per_s == pytest.approx(1e-3)
+    assert found.latency_s + 1_000_000 / found.bytes_per_s == pytest.approx(0.1)
+    late = [one._replace(end_s=one.begin_s + 2.0) for one in evictions[::2]]  # these tell nothing
+    assert links.fitted([[*messages, *late]]) == alone
+    assert links.fitted([evictions]) is None
