@@ -23,10 +23,10 @@ class Taken(NamedTuple):
     cpu_s: list[float]
 
 
-def in_turns(contenders: Mapping[str, Step], *, seconds: float) -> dict[str, Taken]:
+def in_turns(contenders: Mapping[str, Step], *, seconds: float, fewest_rounds: int = FEWEST_ROUNDS) -> dict[str, Taken]:
     """Run the contenders' steps in turns, in the other order every other round, for about so many seconds. Collective."""
     taken = {name: Taken([], []) for name in contenders}
-    num_rounds = _num_rounds(contenders, seconds)
+    num_rounds = max(_num_rounds(contenders, seconds), fewest_rounds)
     for turn in range(num_rounds):
         for name in list(contenders)[:: 1 if turn % 2 == 0 else -1]:
             for of_all, of_step in zip(taken[name], timed(contenders[name])):
@@ -51,7 +51,7 @@ def _num_rounds(contenders: Mapping[str, Step], seconds: float) -> int:
         timed(step)
     number = torch.tensor([seconds / (time.perf_counter() - began)])
     dist.broadcast(number, 0)
-    return min(max(int(number), FEWEST_ROUNDS), MOST_ROUNDS) | 1
+    return min(int(number), MOST_ROUNDS) | 1
 
 
 def step_seconds(of_ranks: Sequence[Taken]) -> list[float]:
