@@ -17,10 +17,11 @@ import bpipe
 from benchmarks.alternate import Taken, in_turns, step_cpu_s, step_seconds
 from benchmarks.device_layers import wake_in_time
 from benchmarks.intervals import interval, ratios
-from benchmarks.real_models import MODELS, Cut, Model
+from benchmarks.real_models import MODELS, WIDTH, WINDOW, Cut, Model
 from benchmarks.study import Case, Claim, Row, Study
 from bpipe.estimate.calibrate import calibrated
-from bpipe.partition import LayerCost, choose_stages
+from bpipe.estimate.slice_profile import costs_of_slices
+from bpipe.partition import LayerCost, choose_stages, slice_lengths
 from bpipe.partition.cut_search import even, pieces
 from bpipe.partition.layers import Chain
 from bpipe.schedules import Costs, Link, Plan, build, simulate
@@ -31,6 +32,7 @@ from bpipe.tools.balancing import sizes_of
 from tests.ranks import run_ranks
 
 P = 4
+SLICES = 2
 NAMED = {"1f1b": 1, "gpipe": 1, "zb_h1": 1, "interleaved_1f1b": 2, "zbv": 2, "v_half": 2}  # stages of a rank
 MADE_FROM = ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")  # of whole backwards or of halves, with one stage a rank or with two
 BY = {"as it is": (False, False), "evicting": (True, False), "recomputing": (False, True), "both": (True, True)}
@@ -48,7 +50,7 @@ class Work(NamedTuple):
         speed: of the devices, times theirs.
         seconds: of alternating steps.
         fewest_rounds: of these.
-        is_short: whether there are few candidates.
+        is_short: whether there are few candidates: of named schedules two, and orders made to measure only if bpipe chooses none.
         effort: of each search.
     """
 
@@ -75,6 +77,7 @@ class Candidate(NamedTuple):
         plan: it.
         cut: its stages.
         step_s: the predicted step.
+        lengths: of slices, in positions.
     """
 
     name: str
@@ -82,6 +85,7 @@ class Candidate(NamedTuple):
     plan: Plan
     cut: Cut
     step_s: float
+    lengths: tuple[int, ...] | None = None
 
 
 class Known(NamedTuple):
@@ -114,8 +118,12 @@ def candidates(model: Model, known: Known, work: Work) -> list[Candidate]:
     evenly = {name: stages_of(model, known, work.m, name, is_even=True) for name in work.named}
     plain = best["1f1b"]
     budget = round(model.budget_share * max(plain.setting(None).order_of(plain.plan).device_peak_bytes))
-    found = [*_free({"even": evenly, "by cost": best}), *_within(model, best, budget), *_made(model, best, budget, work.effort)]
-    return found if model.skips else [*found, *(_chosen(model, known, work, most) for most in (None, budget))]
+    found = [*_free({"even": evenly, "by cost": best}), *_within(model, best, budget)]
+    if model.skips or not work.is_short:
+        found += _made(model, best, budget, work.effort)
+    if not model.skips:
+        found += [_chosen(model, known, work, most) for most in (None, budget)]
+    return found
 
 
 def stages_of(model: Model, known: Known, m: int, name: str, *, is_even: bool) -> Stages:
@@ -204,7 +212,7 @@ def known_of(model: Model, rank: int, work: Work) -> Known:
     layers = _from_first(model.measured(repeats=2 if work.is_short else 5) if rank == 0 else None)
     cut = stages_of(model, Known(layers, Link()), work.m, "1f1b", is_even=True).cut
     plan = build("balanced_1f1b", P, work.m, skips=model.stage_skips(cut).values())
-    schedule = schedule_of(model, rank, plan, cut)
+    schedule = schedule_of(model, rank, Candidate("", BUDGETS[0], plan, cut, 0.0))
     x, target = model.batch(work.m)
     schedule.step(x, target=target, return_outputs=False)
     with bpipe.trace(schedule) as trace:
@@ -215,12 +223,42 @@ def known_of(model: Model, rank: int, work: Work) -> Known:
     return Known(layers, _from_first(costs.link))
 
 
-def schedule_of(model: Model, rank: int, plan: Plan, cut: Cut) -> bpipe.Schedule:
+def in_slices(model: Model, rank: int, known: Known, work: Work) -> list[Candidate]:
+    """Profile each stage in slices, on its rank, and return plans of slices of equal lengths and of equal cost. Collective."""
+    if model.positions is None:
+        return []
+    found = []
+    cut = cut_of(choose_stages(known.layers, P, work.m, schedule="seq_1f1b", slices=SLICES).stages)
+    (stage,) = model.stages(model.on_device(), cut, [rank], in_slices=True)
+    x, target = model.batch(1)
+    given = x if rank == 0 else torch.randn(*x.shape, WIDTH)
+    of_last = {"loss_fn": model.loss_fn, "target": target} if rank == P - 1 else {}
+    shortest = model.positions // (2 * SLICES)
+    lengths = [shortest, 2 * shortest, 3 * shortest]
+    profiles = _gathered(bpipe.profile_slices(stage, given, lengths, repeats=2 if work.is_short else 3, **of_last))
+    plan = build("seq_1f1b", P, work.m, slices=SLICES)
+    slowest = max(profiles, key=lambda profile: profile.seconds(model.positions, 0))
+    counts = {"num_stages": P, "num_microbatches": work.m, "num_slices": SLICES, "multiple_of": WINDOW}
+    by_cost = slice_lengths(model.positions, slowest.seconds, **counts)
+    for how, of_slices in (("even lengths", (2 * shortest,) * SLICES), ("lengths by cost", by_cost)):
+        costs = costs_of_slices(profiles, of_slices, costs_of(known, cut), plan)
+        found.append(Candidate(f"seq_1f1b, {how}", BUDGETS[0], plan, cut, simulate(plan, costs).makespan_s, of_slices))
+    return found
+
+
+def _gathered(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * P
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def schedule_of(model: Model, rank: int, one: Candidate) -> bpipe.Schedule:
     """A rank's end of a pipeline that runs a plan."""
-    mine, skips = plan.stages_of(rank), model.stage_skips(cut)
-    modules = model.stages(cut, mine)
-    stages = [bpipe.PipelineStage(one, index, len(cut), "cpu", skips=skips) for one, index in zip(modules, mine)]
-    return bpipe.FromPlan(stages, plan, loss_fn=model.loss_fn)
+    mine, skips = one.plan.stages_of(rank), model.stage_skips(one.cut)
+    modules = model.stages(model.on_device(), one.cut, mine, in_slices=one.plan.slices > 1)
+    stages = [bpipe.PipelineStage(module, index, len(one.cut), "cpu", skips=skips) for module, index in zip(modules, mine)]
+    lengths = None if one.lengths is None else [length / sum(one.lengths) for length in one.lengths]
+    return bpipe.FromPlan(stages, one.plan, loss_fn=model.loss_fn, slice_lengths=lengths)
 
 
 def _from_first(value: Any) -> Any:
@@ -245,9 +283,10 @@ def on_rank(rank: int, work: Work) -> OfRank:
     model = MODELS[work.model]
     model = replace(model, flops_per_s=work.speed * model.flops_per_s)
     known = known_of(model, rank, work)
-    found: list[Candidate] = _from_first(candidates(model, known, work) if rank == 0 else None)
+    sliced = in_slices(model, rank, known, work)
+    found: list[Candidate] = _from_first([*candidates(model, known, work), *sliced] if rank == 0 else None)
     x, target = model.batch(work.m)
-    schedules = [schedule_of(model, rank, one.plan, one.cut) for one in found]
+    schedules = [schedule_of(model, rank, one) for one in found]
     steps = {str(index): partial(one.step, x, target=target, return_outputs=False) for index, one in enumerate(schedules)}
     taken = in_turns(steps, seconds=work.seconds, fewest_rounds=work.fewest_rounds)
     peaks = [int(one.stats["device_peak_bytes"]) for one in schedules]
@@ -267,7 +306,7 @@ def measure(work: Work) -> list[Row]:
     for budget in BUDGETS:
         of = [index for index, one in enumerate(found) if one.budget == budget]
         best = min(of, key=lambda index: interval(seconds[index]).median)
-        chosen = min(of, key=lambda index: (not found[index].name.startswith(CHOSEN), found[index].step_s))
+        chosen = min(of, key=lambda index: found[index].step_s)
         for index in of:
             over = ratios(seconds[index], seconds[best])
             predicted = interval([taken / found[index].step_s for taken in seconds[index]])
@@ -286,10 +325,15 @@ def measure(work: Work) -> list[Row]:
                     "over_predicted_low": predicted.low,
                     "over_predicted_high": predicted.high,
                     "work": sum(step_cpu_s(steps[index])) / sum(seconds[index]) / P,
-                    "peak": max(rank.peaks[index] for rank in ranks) / max(found[index].plan.device_peak_bytes),
+                    "peak": _over_predicted([rank.peaks[index] for rank in ranks], found[index].plan),
                 }
             )
     return rows
+
+
+def _over_predicted(peaks: Sequence[int], plan: Plan) -> float | None:
+    """The fullest rank's peak over the predicted one; plans of slices count none here."""
+    return None if plan.sizes is None else max(peaks) / max(plan.device_peak_bytes)
 
 
 def cases() -> list[Case]:
@@ -298,10 +342,13 @@ def cases() -> list[Case]:
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
-    """Of each choice: its step over the best one, and how wrong its prediction was; and of each model, the worst prediction."""
+    """Of each choice: its step over the best one, and how wrong its prediction was; and of each model, the worst prediction.
+
+    Choices are what is predicted to be the fastest of all, and what bpipe chooses by itself.
+    """
     found = []
     for row in rows:
-        if row["is_chosen"]:
+        if row["is_chosen"] or row["candidate"].startswith(CHOSEN):
             at = f"{row['model']}, {'within a budget' if row['budget'] == 'yes' else 'without a budget'} ({row['candidate']})"
             interval_of = {"value": row["time"], "low": row["time_low"], "high": row["time_high"]}
             found.append(Claim(what=f"chosen over best, {at}", target=MOST_OVER_BEST, **interval_of))
@@ -350,12 +397,13 @@ STUDY = Study(
         "Three models of layers that cost different amounts, over gloo, in four processes: a language model whose head takes as\n"
         "long as five of its blocks, a U-Net whose skips pass stages, and a language model of long sequences, of whose blocks\n"
         "every third attends to all positions. Each layer computes really, forward and backward, and sleeps until a device that\n"
-        "does 2 to 3 thousand million operations a second would be done with what torch's counter counts: `work` is the share\n"
+        "does 2 to 3 thousand million operations a second would be done with what torch's counter counts; `work` is the share\n"
         "of the time in which the ranks really compute. What is predicted comes from bpipe's own tools: `measure_layers` on one\n"
-        "rank, the link from a trace of an even 1F1B, cuts by `choose_stages` or into as many layers for each stage, named\n"
-        "schedules and orders made to measure, and within a budget (of what 1F1B takes on its fullest rank 65%, or 85% for the\n"
-        "U-Net, which cannot recompute) each kept within it by evicting, recomputing or both. The one with the shortest\n"
-        "predicted step is the chosen one; all are run."
+        "rank, `profile_slices` for plans of two slices, and the link from a trace of 1F1B balanced by count. Cuts are by\n"
+        "`choose_stages`, or into as many layers for each stage. There are named schedules and orders made to measure, without\n"
+        "a budget and within one (65% of what 1F1B takes on its fullest rank, or 85% for the U-Net, which cannot recompute\n"
+        "there), kept within it by evicting, recomputing or both, and what `choose_plan` chooses, which knows no skips.\n"
+        "`chosen` has the shortest predicted step; all are run."
     ),
     cases=cases,
     columns=[

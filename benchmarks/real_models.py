@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +12,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import bpipe
-from benchmarks.device_layers import on_device
+from benchmarks.device_layers import OnDevice
 from bpipe.partition import LayerCost
+from bpipe.slices import causal_attention
 
 Skips = Mapping[int, int]  # by a layer that makes a value: the later layer that uses it, beside the output of the one before
+
+Past = tuple[Any, ...] | None  # what the earlier slices of a sequence have left, or None if it is whole
 
 Cut = Sequence[tuple[int, int]]  # of each stage, its first layer and the one behind its last
 
@@ -31,6 +34,8 @@ class Model:
         flops_per_s: of the device: such that all real work is some tenth of its time.
         skips: between layers.
         budget_share: what each rank may hold, of what plain 1F1B takes on its fullest rank.
+        positions: of a sequence, if it may be cut into slices.
+        half: makes an input and a target of sequences of half the length.
     """
 
     name: str
@@ -40,26 +45,34 @@ class Model:
     flops_per_s: float
     skips: Skips = field(default_factory=dict)
     budget_share: float = 0.65
+    positions: int | None = None
+    half: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None
 
-    @cached_property
-    def device_costs(self) -> tuple[LayerCost, ...]:
+    def on_device(self) -> list[OnDevice]:
+        """The layers, each on a device."""
+        costs = self._counted(self.batch)
+        if self.half is None or self.positions is None:
+            return [OnDevice(*both) for both in zip(self.layers(), costs)]
+        halves = self._counted(self.half)
+        return [OnDevice(layer, cost, (self.positions, half)) for layer, cost, half in zip(self.layers(), costs, halves)]
+
+    def _counted(self, batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> tuple[LayerCost, ...]:
         """What a device takes for each layer: its operations, counted on the meta device."""
         with torch.device("meta"):
             whole = Layers(self.layers(), self.skips)
-            x, target = self.batch(1)
+            x, target = batch(1)
         return bpipe.measure_layers(whole, x, loss_fn=self.loss_fn, target=target, flops_per_s=self.flops_per_s)
 
     def measured(self, *, repeats: int = 5) -> tuple[LayerCost, ...]:
         """What bpipe measures of the layers on their device."""
         x, target = self.batch(1)
-        whole = Layers(on_device(self.layers(), self.device_costs), self.skips)
+        whole = Layers(self.on_device(), self.skips)
         return bpipe.measure_layers(whole, x, loss_fn=self.loss_fn, target=target, bytes_per_parameter=8, repeats=repeats)
 
-    def stages(self, cut: Cut, stages: Sequence[int], *, sleeps: bool = True) -> list[nn.Module]:
-        """Some stages of a cut, on their device; or without sleeping."""
-        layers = self.layers()
-        layers = list(on_device(layers, self.device_costs)) if sleeps else layers
-        return [Layers(layers[slice(*cut[stage])], self.skips, cut[stage][0]) for stage in stages]
+    def stages(self, layers: Sequence[nn.Module], cut: Cut, stages: Sequence[int], *, in_slices: bool) -> list[nn.Module]:
+        """Some stages of a cut, of these layers."""
+        kind = InSlices if in_slices else Layers
+        return [kind(layers[slice(*cut[stage])], self.skips, cut[stage][0]) for stage in stages]
 
     def stage_skips(self, cut: Cut) -> dict[str, tuple[int, int]]:
         """The skips between stages, as `PipelineStage` takes them."""
@@ -94,6 +107,17 @@ class Layers(nn.Module):
         return (x, kept) if kept else x
 
 
+class InSlices(Layers):
+    """The same, which takes sequences in slices; its state are the number of positions and what each layer leaves."""
+
+    def forward(self, x: torch.Tensor, past: tuple[Any, ...] = ()) -> Any:
+        states, num_positions, context = [], x.shape[1], sum(number for number, _ in past)
+        for place, layer in enumerate(self.layers):
+            x, state = layer(x, context=context, past=tuple(of_layers[place] for _, of_layers in past))
+            states.append(state)
+        return x, (num_positions, states)
+
+
 class Words(nn.Module):
     """Words and positions, as vectors."""
 
@@ -101,8 +125,9 @@ class Words(nn.Module):
         super().__init__()
         self.words, self.places = nn.Embedding(num_words, width), nn.Embedding(length, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.words(x) + self.places.weight[: x.shape[1]]
+    def forward(self, x: torch.Tensor, context: int = 0, past: Past = None) -> Any:
+        y = self.words(x) + self.places.weight[context : context + x.shape[1]]
+        return y if past is None else (y, None)
 
 
 class Block(nn.Module):
@@ -115,13 +140,20 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self._reach = reach
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: int = 0, past: Past = None) -> Any:
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        if self._reach is not None:  # windows one beside the other
-            q, k, v = (one.unflatten(2, (-1, self._reach)).transpose(1, 2).flatten(0, 1) for one in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        x = x + self.out(y)
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        state = None if self._reach is not None else (k, v)
+        if self._reach is None and past is not None:
+            y = causal_attention(q, k, v, past)
+        else:
+            if self._reach is not None:  # windows one beside the other
+                q, k, v = (one.unflatten(2, (-1, self._reach)).transpose(1, 2).flatten(0, 1) for one in (q, k, v))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            if self._reach is not None:
+                y = y.unflatten(0, (x.shape[0], -1)).transpose(1, 2).flatten(2, 3)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x if past is None else (x, state)
 
 
 class Head(nn.Module):
@@ -131,9 +163,9 @@ class Head(nn.Module):
         super().__init__()
         self.norm, self.words = nn.LayerNorm(width), nn.Linear(width, num_words, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.words(self.norm(x))
-        return scores
+    def forward(self, x: torch.Tensor, context: int = 0, past: Past = None) -> Any:
+        scores = self.words(self.norm(x))
+        return scores if past is None else (scores, None)
 
 
 def of_words(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -154,10 +186,13 @@ def vocabulary(num_blocks: int = 14, width: int = 64, num_words: int = 4096) -> 
     return [Words(num_words, width, 64), *(Block(width) for _ in range(num_blocks)), Head(num_words, width)]
 
 
-def context(num_blocks: int = 15, width: int = 32, length: int = 384) -> list[nn.Module]:
+WIDTH, WINDOW = 32, 24  # of long context
+
+
+def context(num_blocks: int = 15, width: int = WIDTH, length: int = 384) -> list[nn.Module]:
     """A language model with long sequences: of three blocks one attends to all positions, and the others to some."""
     torch.manual_seed(0)
-    blocks = (Block(width, None if place % 3 == 2 else length // 8) for place in range(num_blocks))
+    blocks = (Block(width, None if place % 3 == 2 else WINDOW) for place in range(num_blocks))
     return [Words(256, width, length), *blocks, Head(256, width)]
 
 
@@ -216,6 +251,14 @@ MODELS = {
             skips={1: 12, 3: 10, 5: 8},
             budget_share=0.85,
         ),
-        Model(name="long context", layers=context, batch=partial(words, 256, 384, 1), loss_fn=of_words, flops_per_s=2e9),
+        Model(
+            name="long context",
+            layers=context,
+            batch=partial(words, 256, 384, 1),
+            loss_fn=of_words,
+            flops_per_s=2e9,
+            positions=384,
+            half=partial(words, 256, 192, 1),
+        ),
     )
 }
