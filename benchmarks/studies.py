@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks import against_torch, balanced_plain, growth, many_ranks, one_gpu, overheads, same_cap, sliced_plain
+from benchmarks import against_torch, balanced_plain, growth, many_ranks, one_gpu, overheads, real_choices, same_cap, sliced_plain
 
 STUDIES = (
     against_torch.STUDY,
     balanced_plain.STUDY,
     sliced_plain.STUDY,
     same_cap.STUDY,
+    real_choices.STUDY,
     overheads.STUDY,
     one_gpu.STUDY,
     growth.STUDY,
