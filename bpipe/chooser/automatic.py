@@ -14,7 +14,7 @@ from bpipe.api.measured_plans import RESERVE_BYTES
 from bpipe.api.policy import MARGIN, Budget, Policy, Way
 from bpipe.api.schedule import Schedule
 from bpipe.chooser.chosen_plans import ChosenPlans, Wishes
-from bpipe.chooser.compare import EFFORT
+from bpipe.chooser.compare_plans import EFFORT
 from bpipe.chooser.known_costs import KnownCosts
 from bpipe.chooser.plan_choice import Choice
 from bpipe.chooser.whole_model import WholeModel

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from bpipe.api.policy import Way
-from bpipe.chooser.compare import EFFORT, choose
+from bpipe.chooser.compare_plans import EFFORT, choose
 from bpipe.chooser.layers_of import Layers, as_measured, of_profiles, of_transformer
 from bpipe.chooser.plan_choice import Choice
 from bpipe.chooser.question import Load, ModelQuestion
@@ -81,7 +81,7 @@ def choose_plan(
 
     Args:
         model: a name, a `Transformer`; or layers, as `bpipe.measure_layers` returns them for a microbatch of one row, or for each
-            microbatch size in a dict; or the profiles of stages, which may be joined but not cut.
+            microbatch size in a dict; or the profiles of stages, which may be joined but not cut, or one for all ranks.
         batch: rows of a step of one pipeline.
         num_ranks: p.
         device: a name or a `Device`, for its memory and links, and for the speed of a model by formulas.
@@ -148,9 +148,13 @@ def choose_plan(
         layers, working = of_transformer(workload, _sizes(microbatch_sizes, batch, num_ranks, workload.microbatch_sizes))
         share, assumed = (attention_share(workload.model) if attention == "flash" else 0.0), list(workload.assumptions)
     elif profiles:
+        profiles *= num_ranks if len(profiles) == 1 else 1
         known = sorted(set.intersection(*(set(one.microbatch_sizes) for one in profiles)))
         layers = of_profiles(profiles, _sizes(microbatch_sizes, batch, num_ranks, known), bytes_per_parameter)
-        assumed = ["A stage takes as long in the pipeline as it took alone, and as much memory; joined ones take both."]
+        assumed = [
+            "A stage takes as long in the pipeline as it took alone, and as much memory; joined ones take both. If only one was "
+            "measured, all are like it."
+        ]
     else:
         layers = as_measured(model, microbatch_sizes, batch)
         assumed = ["A layer takes as long in a stage as it took alone, and as much memory."]

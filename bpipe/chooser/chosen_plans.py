@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.measured_plans import MeasuredPlans, naming
 from bpipe.api.policy import Way
-from bpipe.chooser.compare import EFFORT, choose
+from bpipe.chooser.compare_plans import EFFORT, choose
 from bpipe.chooser.known_costs import KnownCosts
 from bpipe.chooser.plan_choice import Choice, show_s
 from bpipe.chooser.question import StagesQuestion

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bpipe.api.loopback import LoopbackGroup
-from bpipe.chooser.compare import choose
+from bpipe.chooser.compare_plans import choose
 from bpipe.chooser.plan_choice import Choice
 from bpipe.chooser.question import Load, ModelQuestion
 from bpipe.comm.transport.process_group import device_of

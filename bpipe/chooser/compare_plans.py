@@ -24,6 +24,7 @@ __all__: list[str] = []
 EFFORT = 6_000_000  # items of work that run while orders are made to measure, in all
 MOST_FAMILIES = 3  # of named schedules from which orders are made to measure: the fastest
 NAMED_SHARE = 0.3  # of the progress that is told
+MOST_SHOWN = 3  # ways of a kind that are looked at again, if none of them can be the fastest, to show the best of the kind
 # By what share of a step a plan must be faster that trusts in more: transfers beside computations, or an order nobody has seen.
 MOVING, STRANGE = 0.01, 0.001
 
@@ -179,16 +180,26 @@ def _alternatives(tried: Sequence[Tried]) -> Iterable[Alternative]:
     """Yield the best of each other kind than the first: of each schedule, and of each way to keep the budget."""
     best, *others = tried
     assert best.kept is not None, "the best keeps the budgets"
-    spent, seen = Spent.of_plan(best.kept.plan, best.way.setting.costs), {best.kind}
-    orders = {(best.way.layout, best.way.order.actions)}
-    for one in sorted([*others, *_kept_otherwise(best)], key=lambda one: (one.price, one.order_s)):
-        order = (one.way.layout, one.way.order.actions)
-        if one.kind not in seen and (one.kept is not None or order not in orders):
-            seen.add(one.kind)
-            orders.add(order)
-            step_s = None if one.kept is None else one.kept.step_s
-            least_s = sum(Spent.of_order(one.way.order, one.way.setting.costs)) if step_s is None else step_s
-            yield Alternative(name=one.name, kind=one.kind, step_s=step_s, least_s=least_s, reason=_reason(one, best, spent))
+    spent = Spent.of_plan(best.kept.plan, best.way.setting.costs)
+    kinds: dict[str, list[Tried]] = {}
+    for one in [*others, *_kept_otherwise(best)]:
+        kinds.setdefault(one.kind, []).append(one)
+    kinds.pop(best.kind, None)
+    found = []
+    for kind, some in kinds.items():
+        first = min(some, key=lambda one: one.price)
+        if first.kept is None:  # some were not looked at closely
+            likely = sorted(some, key=lambda one: one.order_s)[:MOST_SHOWN]
+            first = min(map(_with_its_step, likely), key=lambda one: one.order_s)
+        step_s = None if first.kept is None else first.kept.step_s
+        reason = _reason(first, best, spent)
+        found.append(Alternative(name=first.name, kind=kind, step_s=step_s, least_s=step_s or first.order_s, reason=reason))
+    return sorted(found, key=lambda one: (one.step_s is None, one.least_s))
+
+
+def _with_its_step(one: Tried) -> Tried:
+    """Return a way with the step of its order in place of a bound."""
+    return replace(one, order_s=sum(Spent.of_order(one.way.order, one.way.setting.costs)))
 
 
 def _kept_otherwise(best: Tried) -> Iterable[Tried]:
