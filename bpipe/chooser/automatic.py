@@ -22,6 +22,7 @@ from bpipe.device import is_asynchronous
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import advise_inputs
 from bpipe.estimate.checks import check_count
+from bpipe.logs import RankLog
 from bpipe.memory.optimizers import States
 from bpipe.model.stage import stages_of
 from bpipe.passes.fit import Budgets
@@ -191,6 +192,9 @@ def auto(
             by=by,
         )
         stages, batch = cut.stages, cut.choice.plan.num_microbatches
+        if whole.place[0] == 0:
+            layers_by_stage = " ".join(str(len(names)) for names in cut.choice.stages)
+            RankLog(0).info("auto: cut the model into %s layers; its layers alone suggest %s", layers_by_stage, cut.choice.name)
     own = stages_of(stages)
     first = next(iter(own.values()))
     p = first.num_stages // len(own)

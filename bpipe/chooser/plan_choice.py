@@ -109,7 +109,7 @@ class Choice:
         lines = [
             f"Run {self.name}: a step of {show_s(self.step_s)}, simulated.",
             f"Fullest: rank {rank}, {show_bytes(peak)}{of}. No order of these stages is more than {100 * gap:.1f}% faster.",
-            f"Layers of each stage: {' '.join(str(len(names)) for names in self.stages)}.",
+            *([f"Layers of each stage: {' '.join(str(len(names)) for names in self.stages)}."] if self.microbatch_size else []),
             "",
             "The best of the other kinds:",
             *_table([(one.name, self._times(one), one.reason) for one in self.others]),
