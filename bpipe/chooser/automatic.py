@@ -43,6 +43,7 @@ class AutoSchedule(Schedule):
         policy: Policy,
         wishes: Wishes,
         known: KnownCosts,
+        replicas: torch.distributed.ProcessGroup | None,
         optimizer: torch.optim.Optimizer | None,
         reserve_bytes: int,
         told: Callable[[int, int], None] | None,
@@ -55,10 +56,11 @@ class AutoSchedule(Schedule):
             self.rule,
             policy,
             context,
+            replicas=replicas,
             known=known,
             wishes=wishes,
             reserve_bytes=reserve_bytes,
-            asked=f"{policy} {wishes} {known}",
+            asked=f"{policy} {wishes} {known} {replicas is not None}",
             told=told,
         )
         self._session = schedule.hand_over()
@@ -95,6 +97,7 @@ def auto(
     margin: float = MARGIN,
     reserve_bytes: int = RESERVE_BYTES,
     optimizer: torch.optim.Optimizer | None = None,
+    replicas: torch.distributed.ProcessGroup | None = None,
     effort: int = EFFORT,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -141,6 +144,8 @@ def auto(
         margin: as in `Balanced`.
         reserve_bytes: as in `Balanced`.
         optimizer: as in `Balanced`.
+        replicas: a process group of the ranks that hold the same stages in other pipelines, as in `Balanced`: all run the plan that
+            the first of them chooses. Stages under FSDP2 or DDP need it, because they communicate in the order of the plan.
         effort: items of work that run while orders are made to measure; 0: named schedules only.
         seed: of the search.
         progress: called on rank 0 as `progress(done, total)` while it chooses.
@@ -211,7 +216,7 @@ def auto(
     known = KnownCosts(assumed=Costs(link=links.link, cross_link=links.cross_link), nodes=nodes)
     wishes = Wishes(schedules=named, by=by, effort=effort, seed=seed)
     schedule = FromPlan(stages, plan, loss_fn, **options)
-    return AutoSchedule(schedule, policy, wishes, known, optimizer, reserve_bytes, progress)
+    return AutoSchedule(schedule, policy, wishes, known, replicas, optimizer, reserve_bytes, progress)
 
 
 def _numbers(memory_bytes: Budget, num_ranks: int) -> Budgets:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.measured_plans import MeasuredPlans, naming
 from bpipe.api.policy import Way
@@ -22,8 +24,9 @@ from bpipe.device import is_asynchronous
 from bpipe.device.times import DeviceTimes
 from bpipe.engine.recorder import Recorder
 from bpipe.engine.run import Observer, Run
-from bpipe.errors import AgreementError, BPipeError, BudgetError, CommError, PlanError, format_error
+from bpipe.errors import AgreementError, BPipeError, BudgetError, CommError, ConfigurationError, PlanError, format_error
 from bpipe.memory.recent import Recent
+from bpipe.parallel.replicas import are_wrapped, text_of_first
 from bpipe.passes.fit import Budgets
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
@@ -107,6 +110,7 @@ class ChosenPlans(MeasuredPlans):
 
     Args:
         args: the first four of `MeasuredPlans`.
+        replicas: as there; the plan of the first replica is that of all.
         known: the costs that are known before the first step.
         wishes: what the user allows.
         reserve_bytes: the bytes that stay free on the device with budget "auto".
@@ -117,13 +121,14 @@ class ChosenPlans(MeasuredPlans):
     def __init__(
         self,
         *args: Any,
+        replicas: dist.ProcessGroup | None,
         known: KnownCosts,
         wishes: Wishes,
         reserve_bytes: int,
         asked: str,
         told: Callable[[int, int], None] | None,
     ) -> None:
-        super().__init__(*args, replicas=None, reserve_bytes=reserve_bytes, is_lowest=False, asked=asked)
+        super().__init__(*args, replicas=replicas, reserve_bytes=reserve_bytes, is_lowest=False, asked=asked)
         self._prior, self._wishes, self._told = known, wishes, told
         self._tracks = Recent[StepKey, Track](REMEMBERED_SHAPES)
         self._timed: Timed | None = None  # what follows the step that begins
@@ -143,6 +148,11 @@ class ChosenPlans(MeasuredPlans):
         self._timed = None
         if not is_training:
             return super().plan_of(inputs, records, gather, is_training=is_training)
+        if self._replicas is None and are_wrapped(self._context.modules()):
+            raise ConfigurationError(
+                "stages under FSDP2 or DDP communicate with their replicas in the order of the plan, so that all replicas need the "
+                "same one: give bpipe.auto(replicas=group), a process group of the ranks that hold the same stages"
+            )
         track = self._tracks.use((True, tuple(record.form for record in records)), Track(self._prior.copy()))
         plan = super().plan_of(inputs, records, gather, is_training=is_training)
         shapes = self._shapes.latest()
@@ -218,7 +228,8 @@ class ChosenPlans(MeasuredPlans):
         answers = gather(lambda source: _chosen(source)._answer(number, times, make))
         try:
             [data] = filter(None, answers)
-            return Answer(**json.loads(data))
+            text = data.decode()
+            return Answer(**json.loads(text if self._replicas is None else text_of_first(text, self._replicas)))
         except (ValueError, TypeError) as error:
             raise CommError(f"rank 0 sent an unreadable choice of a plan: {answers!r:.80}") from error
 
@@ -228,7 +239,8 @@ class ChosenPlans(MeasuredPlans):
             return b""
         if self._answered[0] != number:  # a loopback asks once for each of its ranks
             try:
-                answer = make(self, times)
+                is_followed = self._replicas is None or dist.get_rank(self._replicas) == 0
+                answer = make(self, times) if is_followed else Answer()
             except BudgetError as error:
                 answer = Answer(refusal=str(error), is_budget=True)
             except Exception as error:

@@ -15,9 +15,9 @@ from bpipe.api.loopback import LoopbackGroup
 from bpipe.chooser.compare_plans import choose
 from bpipe.chooser.plan_choice import Choice
 from bpipe.chooser.question import Load, ModelQuestion
-from bpipe.comm.transport.process_group import device_of
 from bpipe.errors import AgreementError, ConfigurationError, format_error
 from bpipe.model.stage import PipelineStage
+from bpipe.parallel.replicas import text_of_first
 from bpipe.partition.measure import measure_layers
 from bpipe.partition.model_split import split_model
 
@@ -98,7 +98,7 @@ class WholeModel:
                 text = "+" + self._chosen(num_ranks, question)
             except Exception as error:
                 failure, text = error, f"-{format_error(error)}"
-        text = _broadcast(text, group)
+        text = text_of_first(text, group)
         if failure is not None:
             raise failure
         if text[:1] != "+":
@@ -145,14 +145,3 @@ def _first_rows(values: Any, rows: int, size: int) -> Any:
     """Return the first microbatch: of each tensor with the batch's rows, the first of them."""
     return tree_map_only(torch.Tensor, lambda one: one[:size] if one.dim() and one.shape[0] == rows else one, values)
 
-
-def _broadcast(text: str, group: Any) -> str:
-    """Return the text that rank 0 gives. Collective."""
-    where = device_of(group)
-    data = text.encode()
-    length = torch.tensor([len(data)], device=where)
-    dist.broadcast(length, group_src=0, group=group)
-    packed = torch.zeros(int(length), dtype=torch.uint8, device=where)
-    packed[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(where) if data else packed[:0]
-    dist.broadcast(packed, group_src=0, group=group)
-    return bytes(packed.cpu().tolist()).decode()

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import bpipe
-from bpipe.errors import AgreementError, BudgetError, ConfigurationError
+from bpipe.errors import AgreementError, BudgetError, ConfigurationError, RankFailedError
 from tests.ranks import run_ranks
 from tests.sleepers import Sleeper
 from tests.tries import holds_in_one_try
@@ -119,6 +121,49 @@ def test_another_plan_takes_its_place_if_costs_were_wrong() -> None:
         return len(set(ran[0].plans)) >= 3 and any("takes its place" in text for text in said)
 
     holds_in_one_try(measure, holds)
+
+
+def sharded(rank: int, how: str) -> tuple[list[str], list[torch.Tensor]]:
+    """Two pipelines of two ranks with two stages each in a V, whose weights are sharded over the pipelines."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    place, pipeline = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    stages = []
+    for index in (place, 3 - place):
+        torch.manual_seed(index)
+        module = Block(WIDTH)
+        fully_shard(module, mesh=mesh["dp"])
+        stages.append(bpipe.PipelineStage(module, index, 4, "cpu", group=mesh["pp"].get_group()))
+    replicas = mesh["dp"].get_group()
+    if how == "plain":
+        schedule: Any = bpipe.ZBV(stages, M, nn.functional.mse_loss)
+    else:
+        wishes = {"effort": 20_000, "seed": pipeline, "replicas": replicas if how == "auto" else None}
+        schedule = bpipe.auto(stages, M, nn.functional.mse_loss, start="zbv", **wishes)
+    plans, torch_generator = [], torch.Generator().manual_seed(pipeline)
+    for _ in range(STEPS):
+        x = torch.randn(2 * M, WIDTH, generator=torch_generator)
+        for stage in stages:
+            stage.submod.zero_grad()
+        schedule.step(x, target=x, return_outputs=False)
+        plans.append(schedule.plan.fingerprint())
+    gradients = [one.grad.to_local().clone() for stage in stages for one in stage.submod.parameters()]
+    schedule.close()
+    return plans, gradients
+
+
+def test_replicas_run_the_same_plan() -> None:
+    """Each pipeline has a seed of its own, so that it would choose another order by itself."""
+    chosen, plain = (run_ranks(sharded, 4, how) for how in ("auto", "plain"))
+    assert all(plans == chosen[0][0] for plans, _ in chosen)
+    assert len(set(chosen[0][0])) > 1
+    for (_, gradients), (_, expected) in zip(chosen, plain):
+        assert all(map(torch.equal, gradients, expected))
+
+
+def test_sharded_stages_need_replicas() -> None:
+    for error in run_ranks(sharded, 4, "alone", expect_errors=True):
+        assert isinstance(error, (ConfigurationError, RankFailedError))
+        assert "give bpipe.auto(replicas=group)" in str(error)
 
 
 def test_ranks_with_other_arguments() -> None:

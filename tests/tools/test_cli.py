@@ -400,7 +400,7 @@ def test_advise_chooses_and_writes_what_it_chose(capsys, tmp_path):
     verify(plan)
     assert code == 0 and out.startswith(f"Run {plan.name}, ") and "The best of the other kinds:" in out
     found = data(capsys, *arguments, "--cache", str(tmp_path / "kept"))
-    assert found["choice"]["plan"] == plan.to_text() and len(list((tmp_path / "kept").iterdir())) == 2
+    assert found["choice"]["plan"] == plan.to_text() and len(list((tmp_path / "kept").iterdir())) == 1  # two ranks are too few
     assert found["decision"] and found["choice"]["step_s"] <= min(one["step_s"] for one in found["candidates"] if one["fits"])
 
 
