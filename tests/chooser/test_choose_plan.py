@@ -129,6 +129,24 @@ def test_slices_are_only_chosen_where_they_are_allowed() -> None:
     assert whole.plan.slices == 1 and sliced.plan.slices == 4 and sliced.step_s < whole.step_s
 
 
+def test_static_bytes_decide_where_to_cut() -> None:
+    """The first layers are fast and have many parameters: cut by time, they would all be on one rank."""
+    layers = [
+        LayerCost(names=(f"{i}",), forward_s=0.1 if i < 4 else 1.0, backward_s=1.0, saved_bytes=10, static_bytes=900 if i < 4 else 10)
+        for i in range(8)
+    ]
+    roomy, tight = (choose_plan(layers, batch=8, num_ranks=2, memory_bytes=most, reserved_bytes=0, effort=0) for most in (9000, 2300))
+    assert max(tight.device_peak_bytes) <= 2300 < max(roomy.device_peak_bytes)
+    assert tight.step_s > roomy.step_s
+
+
+def test_what_a_layer_makes_again_is_set_aside() -> None:
+    wishes: dict[str, Any] = {"batch": 8, "num_ranks": 2, "device": "a100-80gb", "effort": 0, "microbatch_sizes": [2]}
+    none, full = (choose_plan("gpt2", **wishes, recomputations=[how]) for how in ("none", "full"))
+    assert none.recomputation == "" and full.recomputation == "full"
+    assert full.budgets[0] < none.budgets[0]
+
+
 def test_a_model_by_name() -> None:
     choice = choose_plan("gpt3-13b", batch=16, num_ranks=4, device="a100-80gb", recomputations=["none"], effort=0)
     assert choice.stages[0][0] == "embedding" and choice.stages[-1][-1] == "head"
