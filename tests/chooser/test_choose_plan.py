@@ -131,11 +131,10 @@ def test_slices_are_only_chosen_where_they_are_allowed() -> None:
 
 def test_static_bytes_decide_where_to_cut() -> None:
     """The first layers are fast and have many parameters: cut by time, they would all be on one rank."""
-    layers = [
-        LayerCost(names=(f"{i}",), forward_s=0.1 if i < 4 else 1.0, backward_s=1.0, saved_bytes=10, static_bytes=900 if i < 4 else 10)
-        for i in range(8)
-    ]
-    roomy, tight = (choose_plan(layers, batch=8, num_ranks=2, memory_bytes=most, reserved_bytes=0, effort=0) for most in (9000, 2300))
+    fast, slow = ({"saved_bytes": 10, "forward_s": s, "backward_s": 1.0, "static_bytes": n} for s, n in ((0.1, 900), (1.0, 10)))
+    layers = [LayerCost(names=(f"{i}",), **(fast if i < 4 else slow)) for i in range(8)]
+    wishes: dict[str, Any] = {"batch": 8, "num_ranks": 2, "reserved_bytes": 0, "stages_per_rank": (1,), "effort": 0}
+    roomy, tight = (choose_plan(layers, **wishes, memory_bytes=most) for most in (9000, 2300))
     assert max(tight.device_peak_bytes) <= 2300 < max(roomy.device_peak_bytes)
     assert tight.step_s > roomy.step_s
 
