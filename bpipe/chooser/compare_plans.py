@@ -51,6 +51,12 @@ class Tried:
         return self.step_s * (1 + MOVING * moves + STRANGE * self.is_made)
 
     @property
+    def spent(self) -> Spent:
+        """What the plan spends its step on; its order, if no plan is known."""
+        changes = self.kept is not None and (self.kept.evicts or self.kept.recomputes or self.is_made)
+        return Spent.of_plan(self.kept.plan, self.way.setting.costs) if self.kept is not None and changes else self.way.spent
+
+    @property
     def how(self) -> str:
         """What keeps it within the budget."""
         if self.kept is None:
@@ -121,8 +127,7 @@ def compared(question: Question, *, told: Told = lambda done: None) -> list[Trie
             tried.append(Tried(way, way.least_s, None))
         elif (key := (way.layout, way.order.actions)) not in seen:
             seen.add(key)
-            shop = JobShop(way.order, way.setting.costs)
-            order_s = inf if (times := shop.run(shop.lanes)) is None else times.step_s
+            order_s = sum(way.spent)
             as_it_is = replace(way.setting, evicts=False, recomputes=False)
             tried.append(Tried(way, order_s, kept_within(way.order, as_it_is) if order_s < least * (1 + MOVING) else None))
             least = min(least, tried[-1].price)
@@ -180,7 +185,7 @@ def _alternatives(tried: Sequence[Tried]) -> Iterable[Alternative]:
     """Yield the best of each other kind than the first: of each schedule, and of each way to keep the budget."""
     best, *others = tried
     assert best.kept is not None, "the best keeps the budgets"
-    spent = Spent.of_plan(best.kept.plan, best.way.setting.costs)
+    spent = best.spent
     kinds: dict[str, list[Tried]] = {}
     for one in [*others, *_kept_otherwise(best)]:
         kinds.setdefault(one.kind, []).append(one)
@@ -190,16 +195,11 @@ def _alternatives(tried: Sequence[Tried]) -> Iterable[Alternative]:
         first = min(some, key=lambda one: one.price)
         if first.kept is None:  # some were not looked at closely
             likely = sorted(some, key=lambda one: one.order_s)[:MOST_SHOWN]
-            first = min(map(_with_its_step, likely), key=lambda one: one.order_s)
+            first = min((replace(one, order_s=sum(one.way.spent)) for one in likely), key=lambda one: one.order_s)
         step_s = None if first.kept is None else first.kept.step_s
         reason = _reason(first, best, spent)
         found.append(Alternative(name=first.name, kind=kind, step_s=step_s, least_s=step_s or first.order_s, reason=reason))
     return sorted(found, key=lambda one: (one.step_s is None, one.least_s))
-
-
-def _with_its_step(one: Tried) -> Tried:
-    """Return a way with the step of its order in place of a bound."""
-    return replace(one, order_s=sum(Spent.of_order(one.way.order, one.way.setting.costs)))
 
 
 def _kept_otherwise(best: Tried) -> Iterable[Tried]:
@@ -214,13 +214,12 @@ def _kept_otherwise(best: Tried) -> Iterable[Tried]:
 
 
 def _reason(one: Tried, best: Tried, spent: Spent) -> str:
-    costs = one.way.setting.costs
     if one.kept is not None:
-        why = Spent.of_plan(one.kept.plan, costs).why_slower(spent)
+        why = one.spent.why_slower(spent)
         return why if one.step_s > best.step_s else f"{why}: not clearly faster, and it trusts in more"
     if one.order_s < best.price:
         return f"does not fit: {too_full(communicate(one.way.order), one.way.setting.budgets)}, and nothing found keeps it below"
-    return f"{Spent.of_order(one.way.order, costs).why_slower(spent)}, with any memory"
+    return f"{one.spent.why_slower(spent)}, with any memory"
 
 
 def _nothing_fits(tried: Sequence[Tried]) -> str:

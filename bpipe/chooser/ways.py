@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, cached_property
 
 from bpipe.chooser.question import Layout, Question
+from bpipe.chooser.reasons import Spent
 from bpipe.errors import ConfigurationError
 from bpipe.plan.action import Op
 from bpipe.plan.plan import Plan
@@ -48,6 +49,11 @@ class Way:
     def setting(self) -> Setting:
         """What the plan is searched for."""
         return self.question.setting_of(self.layout, self._computations)
+
+    @cached_property
+    def spent(self) -> Spent:
+        """What the order spends its step on, if memory is no matter."""
+        return Spent.of_order(self.order, self.setting.costs)
 
     @property
     def _computations(self) -> Plan:
