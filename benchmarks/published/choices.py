@@ -85,17 +85,17 @@ def show_choices() -> Shown:
         ),
         rows=[cells(scenario) for scenario in SCENARIOS],
         text=(
-            "Of 1F1B and GPipe, which the sources compare, activations are offloaded where balance paid, and not where it did not: "
-            "neither for LLaMA 65B, nor over the slow link where 1F1B fits. Where it does not fit there, so few microbatches are "
-            "offloaded that they hide; balanced 1F1B offloads more, and loses. A cut that gives the first ranks fewer layers is the "
-            "next best where balance gained 1.35x over the smaller microbatch: it loses 5%. Of everything, other schedules are faster "
-            "than either, because their bubbles are shorter, and they need less memory, or none that has to move. V-Half and V-Min "
-            "are chosen for neither of the long contexts. The head of the large vocabulary gets a stage of its own. At small batches "
-            "several stages a rank pay; breadth-first takes as long as interleaved 1F1B while weights are whole, and what sets them "
-            "apart is in its own section. The ratio of a plan that does not fit, or cannot be the fastest, is that of its order if "
-            "memory were no matter. Slices are taken to be as efficient as whole sequences, and are tried where attention is fused. "
-            "Orders made to measure are left out here; `bpipe advise` makes them. Each scenario is data in "
-            "`benchmarks/published/scenarios.py`."
+            "Of 1F1B and GPipe, which the sources compare, activations are offloaded where balance paid, and not where it did "
+            "not: neither for LLaMA 65B, nor over the slow link where 1F1B fits. Where it does not fit there, so few "
+            "microbatches are offloaded that they hide; balanced 1F1B offloads more, and loses. A cut that gives the first "
+            "ranks fewer layers is the next best where balance gained 1.35x over the smaller microbatch: it loses 5%. Of "
+            "everything, other schedules are faster than either, because their bubbles are shorter, and they need less "
+            "memory, or none that has to move. V-Half and V-Min are chosen for neither of the long contexts. The head of the "
+            "large vocabulary gets a stage of its own. At small batches several stages a rank pay; breadth-first takes as "
+            "long as interleaved 1F1B while weights are whole, and what sets them apart is in its own section. The ratio of a "
+            "plan that does not fit, or cannot be the fastest, is that of its order if memory were no matter. Slices are "
+            "taken to be as efficient as whole sequences, and are tried where attention is fused. Orders made to measure are "
+            "left out here; `bpipe advise` makes them. Each scenario is data in `benchmarks/published/scenarios.py`."
         ),
     )
 
