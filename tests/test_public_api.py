@@ -62,8 +62,8 @@ SIGNATURES = {
     "advise": ADVISE,
     "check_split": "(model, parts, args, kwargs)",
     "auto": (
-        "(stages, batch, loss_fn, start, target, layers, microbatch_sizes, stages_per_rank, device, group, memory_bytes, by, "
-        "schedules, parts, host, link, cross_link, nodes, margin, reserve_bytes, optimizer, replicas, effort, seed, progress, "
+        "(stages, batch, loss_fn, start, slices, target, layers, microbatch_sizes, stages_per_rank, device, group, memory_bytes, "
+        "by, schedules, parts, host, link, cross_link, nodes, margin, reserve_bytes, optimizer, replicas, effort, seed, progress, "
         "options)"
     ),
     "choose_plan": (

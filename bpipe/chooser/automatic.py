@@ -80,6 +80,7 @@ def auto(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     *,
     start: str | None = None,
+    slices: int = 1,
     target: Any = None,
     layers: Sequence[str | Sequence[str]] | None = None,
     microbatch_sizes: Sequence[int] | None = None,
@@ -126,6 +127,7 @@ def auto(
         start: for stages, the name of the schedule that they are placed for; default: "1f1b", and for several stages a rank, "zbv"
             if the rank has stages x and 2p-1-x, and "interleaved_1f1b" if it has x, x+p and so on. Give it where p is odd, because
             the rank in the middle has the same two stages either way.
+        slices: for stages that take slices of sequences, how many a microbatch is cut into; further options then are `Seq1F1B`'s.
         target: for a model, what `loss_fn` gets for the batch.
         layers: for a model, as `bpipe.measure_layers` takes them.
         microbatch_sizes: for a model, to choose from; default: such as give p, 2p and 4p microbatches.
@@ -173,8 +175,8 @@ def auto(
     check_count("effort", effort, least=0)
     named = None if schedules is None else tuple(schedules)
     if isinstance(stages, nn.Module):
-        if start is not None:
-            raise ConfigurationError("start= says how stages are placed, and this model is not cut yet: leave it out")
+        if start is not None or slices != 1:
+            raise ConfigurationError("start= and slices= are about stages, and this model is not cut yet: leave them out")
         args = batch if isinstance(batch, tuple) else (batch,)
         whole = WholeModel(
             model=stages,
@@ -205,8 +207,8 @@ def auto(
     p = first.num_stages // len(own)
     skips = tuple(sorted(set(first.skips.values())))
     if start is None:
-        start = _start(own, p, batch)
-    plan = build(start, first.num_stages, batch, num_ranks=p, skips=skips)
+        start = "seq_1f1b" if slices > 1 and len(own) == 1 else _start(own, p, batch)
+    plan = build(start, first.num_stages, batch, num_ranks=p, skips=skips, slices=slices)
     to = Destinations(nodes=nodes, host="last" if host else "no")
     no_limit = memory_bytes is None or (memory_bytes == "auto" and not is_asynchronous(first.device))
     budget: Budget = (None,) * p if no_limit else memory_bytes

@@ -30,7 +30,7 @@ class KnownCosts:
 
     assumed: Costs = field(default_factory=Costs)
     nodes: Sequence[int] | None = None
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # of each operation that has run, by stage
+    seconds: dict[str, list[list[float]]] = field(default_factory=dict)  # of each operation that has run, by stage and slice
     links: dict[str, Link] = field(default_factory=dict)
     slowdown: float | None = None
 
@@ -44,7 +44,7 @@ class KnownCosts:
         for name in OPERATIONS:
             series = getattr(found, name)
             if isinstance(series, Sequence) and name in _run_by(plan):
-                self.seconds[name] = [median(one) if isinstance(one, Sequence) else one for one in series]
+                self.seconds[name] = [[median(one[slice_ :: plan.slices]) for slice_ in range(plan.slices)] for one in series]
         for name in LINKS:
             if (link := getattr(found, name)) not in (None, Link()):
                 self.links[name] = link
@@ -53,10 +53,12 @@ class KnownCosts:
     def costs(self, sizes: Sizes) -> Costs:
         """Return all costs: a whole backward takes as long as its halves, and each half as much of it, until they have run."""
         known: dict[str, Any] = {one.name: getattr(self.assumed, one.name) for one in fields(Costs)}
-        known |= self.seconds
-        halves = self.seconds.get("input_s"), self.seconds.get("weight_s")
-        if "backward_s" not in self.seconds and halves[0] is not None and halves[1] is not None:
-            known["backward_s"] = list(map(float.__add__, halves[0], halves[1]))
+        seconds = dict(self.seconds)
+        if "backward_s" not in seconds and "input_s" in seconds:
+            halves = zip(seconds["input_s"], seconds["weight_s"])
+            seconds["backward_s"] = [list(map(float.__add__, *of_stage)) for of_stage in halves]
+        for name, stages in seconds.items():
+            known[name] = [of_slices if len(of_slices) > 1 else of_slices[0] for of_slices in stages]
         known |= self.links
         known["slowdown"] = self.slowdown or self.assumed.slowdown
         known["nodes"] = self.nodes

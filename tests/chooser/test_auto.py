@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import bpipe
 from bpipe.errors import AgreementError, BudgetError, ConfigurationError, RankFailedError
 from tests.ranks import run_ranks
-from tests.sleepers import Sleeper
+from tests.sleepers import Sleeper, SlicedSleeper
 from tests.tries import holds_in_one_try
 
 P, M, WIDTH, STEPS = 4, 8, 16, 12
@@ -297,6 +297,21 @@ def test_placements_that_tell_nothing(places: list[int], p: int, said: str) -> N
     with pytest.raises(ConfigurationError) as caught:
         bpipe.auto(stages_in_a_loopback(places, p), M, nn.functional.mse_loss)
     assert said in str(caught.value)
+
+
+def test_stages_that_take_slices() -> None:
+    loopback = bpipe.Loopback(2)
+    torch.manual_seed(0)
+    stages = [
+        bpipe.PipelineStage(SlicedSleeper(Sleeper(0.0, 1000 * (rank + 1))), rank, 2, "cpu", group=loopback.rank(rank))
+        for rank in range(2)
+    ]
+    schedules = [bpipe.auto(stage, 4, nn.functional.mse_loss, slices=2, effort=20_000) for stage in stages]
+    x = torch.ones(4, 8, 3)
+    for _ in range(3):
+        loopback.step(schedules, x, target=x, return_outputs=False)
+    assert schedules[0].plan.slices == 2 and schedules[0].choice.name.startswith(("seq_1f1b", "tera_pipe", "an order made"))
+    assert any("tera_pipe" in one.name or "seq_1f1b" in one.name for one in schedules[0].choice.others)
 
 
 def test_a_form_of_inputs_has_its_own_plan() -> None:
