@@ -11,7 +11,7 @@ from torch import nn
 from bpipe.api.balanced import check_unused
 from bpipe.api.catalogue import FromPlan
 from bpipe.api.measured_plans import RESERVE_BYTES
-from bpipe.api.policy import MARGIN, Budget, Policy, Way
+from bpipe.api.policy import MARGIN, Budget, Measure, Policy, Way
 from bpipe.api.schedule import Schedule
 from bpipe.chooser.chosen_plans import ChosenPlans, Wishes
 from bpipe.chooser.compare_plans import EFFORT
@@ -95,6 +95,7 @@ def auto(
     link: str | float | None = None,
     cross_link: str | float | None = None,
     nodes: Sequence[int] | None = None,
+    measure: Measure = "auto",
     margin: float = MARGIN,
     reserve_bytes: int = RESERVE_BYTES,
     optimizer: torch.optim.Optimizer | None = None,
@@ -116,7 +117,8 @@ def auto(
     is timed any more. The logger "bpipe" says what was chosen, expected and measured. The ranks of a `Loopback` take turns, so
     that their steps tell nothing: the first choice stays.
 
-    Gradients are 1F1B's to the bit, whatever the plan: it changes only when a microbatch is computed.
+    Gradients are 1F1B's to the bit, whatever the plan: it changes only when a microbatch is computed. If results depend on the
+    order, as `Balanced` finds out, the order of `start` stays, and only what leaves the memory is chosen.
 
     Args:
         stages: this rank's `PipelineStage`, or a list of them; or a whole model that `bpipe.split_model` can cut between layers,
@@ -143,6 +145,7 @@ def auto(
         link: between ranks of a node, a name or bytes per second, until steps show it; on CUDA they do not.
         cross_link: between nodes.
         nodes: the node of each rank of the plan.
+        measure: as in `Balanced`; "in_order" also keeps the order of `start`, whatever is measured.
         margin: as in `Balanced`.
         reserve_bytes: as in `Balanced`.
         optimizer: as in `Balanced`.
@@ -212,7 +215,7 @@ def auto(
     to = Destinations(nodes=nodes, host="last" if host else "no")
     no_limit = memory_bytes is None or (memory_bytes == "auto" and not is_asynchronous(first.device))
     budget: Budget = (None,) * p if no_limit else memory_bytes
-    policy = Policy(budget=budget, parts=parts, inside=False, to=to, costs=None, sizes=None, margin=margin)
+    policy = Policy(budget=budget, parts=parts, inside=False, to=to, costs=None, sizes=None, measure=measure, margin=margin)
     policy.check(plan)
     links = advise_inputs.links_of(None, link, cross_link, nodes, (p,))
     known = KnownCosts(assumed=Costs(link=links.link, cross_link=links.cross_link), nodes=nodes)

@@ -94,6 +94,7 @@ class Track:
 
     known: KnownCosts
     timed: Timed | None = None
+    keeps_order: bool = False  # because results depend on it
     sizes: Sizes | None = None
     budgets: Budgets = ()
     choice: Choice | None = None
@@ -168,6 +169,11 @@ class ChosenPlans(MeasuredPlans):
         track.num_steps += 1
         return plan
 
+    def _plan_to_measure(self, gather: Gather) -> Plan:
+        plan = super()._plan_to_measure(gather)
+        self._tracks[next(reversed(self._tracks))].keeps_order = plan is self._in_order
+        return plan
+
     def _listen(self, plan: Plan) -> Timed:
         """Time steps from this one on. Collective: the ranks compare their clocks."""
         context = self._context
@@ -204,8 +210,8 @@ class ChosenPlans(MeasuredPlans):
         limits: Budgets = (None,) * self._base.num_ranks if budgets is None else tuple(budgets)
         answer = self._ask(key, gather, lambda first, times: first._first_answer(times, key, sizes, limits, states))
         plan, choice = self._accepted(answer, limits)
-        is_done = isinstance(self._context.group, LoopbackGroup)
-        self._tracks[key] = Track(self._tracks[key].known, sizes=sizes, budgets=limits, choice=choice, is_done=is_done)
+        before, is_done = self._tracks[key], isinstance(self._context.group, LoopbackGroup)
+        self._tracks[key] = Track(before.known, None, before.keeps_order, sizes, limits, choice, is_done=is_done)
         self._say(answer.said)
         return plan
 
@@ -274,13 +280,13 @@ class ChosenPlans(MeasuredPlans):
         self, times: list[bytes], key: StepKey, sizes: Sizes, budgets: Budgets, states: Sequence[int]
     ) -> Answer:
         """Choose a plan for sizes; if no times came, because these steps were timed before, for the known costs."""
-        known = self._tracks[key].known
+        track = self._tracks[key]
         if all(times):
             steps = joined([parse(data, f"rank {rank}") for rank, data in enumerate(times)])
-            known.learn(steps, steps[0].plan)
+            track.known.learn(steps, steps[0].plan)
         began = time.perf_counter()
         with naming(states):
-            choice = self._choose(known, sizes, budgets)
+            choice = self._choose(track, sizes, budgets)
         took = time.perf_counter() - began
         said = f"chose {choice.name}: a step of {show_s(choice.step_s)} is expected; choosing took {show_s(took)}"
         return Answer(choice=choice.to_json(), is_new=True, said=said)
@@ -302,29 +308,29 @@ class ChosenPlans(MeasuredPlans):
             return Answer(back, True, True, f"{said}: back to {fastest.name}, which took {show_s(least_s)}")
         if len(track.measured) <= MOST_CHANGES:
             again_s = simulate(before.plan, track.known.costs(sizes)).makespan_s
-            choice = self._choose(track.known, sizes, track.budgets)
+            choice = self._choose(track, sizes, track.budgets)
             is_tried = any(one.plan.actions == choice.plan.actions for _, one in track.measured)
             if choice.step_s < again_s * (1 - GAIN) and not is_tried:
                 gain = f"{100 * (1 - choice.step_s / again_s):.1f}%"
                 return Answer(choice.to_json(), True, False, f"{said}: {choice.name} takes its place, to save {gain}")
         return Answer(is_last=True, said=f"{said}: it stays, because nothing is clearly faster")
 
-    def _choose(self, known: KnownCosts, sizes: Sizes, budgets: Budgets) -> Choice:
+    def _choose(self, track: Track, sizes: Sizes, budgets: Budgets) -> Choice:
         base, wishes, told = self._base, self._wishes, self._told
         question = StagesQuestion(
             stage_ranks=base.stage_ranks,
             num_microbatches=base.num_microbatches,
-            costs=known.costs(sizes),
+            costs=track.known.costs(sizes),
             sizes=sizes,
             budgets=budgets,
             to=self._policy.to,
             by=wishes.by,
-            schedules=wishes.schedules,
+            schedules=(base.name,) if track.keeps_order else wishes.schedules,
             slices=(base.slices,),
             skips=base.skips,
         )
         tell: Callable[[float], None] = (lambda done: None) if told is None else (lambda done: told(round(1000 * done), 1000))
-        return choose(question, effort=wishes.effort, seed=wishes.seed, told=tell)
+        return choose(question, effort=0 if track.keeps_order else wishes.effort, seed=wishes.seed, told=tell)
 
 
 def _chosen(source: PlanSource) -> ChosenPlans:
