@@ -45,6 +45,7 @@ def pipelining_fn(
         schedule: a schedule class of `bpipe`.
         balanced: arguments of `bpipe.Balanced`, to balance the schedule in bytes; default: do not balance.
         auto: arguments of `bpipe.auto`, which chooses the plan for the stages that `schedule` places; default: run `schedule`.
+            `replicas` may be a function that gets torchtitan's `parallel_dims` and returns the group.
         options: further arguments of the schedule, such as `slots` or `timeout_s`.
 
     Returns:
@@ -97,14 +98,19 @@ class _Pipelining:
         for stage in stages:
             configs = dict(parallel_dims=parallel_dims, training=training, parallelism=parallelism, **others)
             stage.submod = parallelize_fn(stage.submod, **configs)
-        schedule = self._made(stages, num_microbatches, loss_fn)
+        schedule = self._made(stages, num_microbatches, loss_fn, parallel_dims)
         parts = [stage.submod for stage in stages]
         return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
 
-    def _made(self, stages: list[PipelineStage], num_microbatches: int, loss_fn: Callable[..., Any]) -> Schedule | Balanced:
+    def _made(
+        self, stages: list[PipelineStage], num_microbatches: int, loss_fn: Callable[..., Any], parallel_dims: Any
+    ) -> Schedule | Balanced:
         options = {"loss_fn": _scalar(loss_fn), "scale_grads": False, **self._options}
         if self._auto is not None:
-            return auto_schedule(stages, num_microbatches, start=self._rule.name, **options, **self._auto)
+            wishes = {"start": self._rule.name, **options, **self._auto}
+            if callable(find := wishes.get("replicas")):
+                wishes["replicas"] = find(parallel_dims)
+            return auto_schedule(stages, num_microbatches, **wishes)
         made = self._schedule(stages, num_microbatches, **options)
         return made if self._balanced is None else Balanced(made, **self._balanced)
 

@@ -134,11 +134,11 @@ def auto(
         layers: for a model, as `bpipe.measure_layers` takes them.
         microbatch_sizes: for a model, to choose from; default: such as give p, 2p and 4p microbatches.
         stages_per_rank: for a model, to choose from.
-        device: for a model, the device of this rank's stages.
+        device: for a model, the device of this rank's stages; on rank 0 the model is on one of the same kind.
         group: for a model, the process group, or the rank's place in a `Loopback`; default: all processes.
-        memory_bytes: the most bytes that each rank may use, as `Balanced` takes its `budget`; "auto": what its CUDA device has,
-            and no limit on CPU; None: no limit. A model is cut for numbers only.
-        by: what keeps the memory: "evict", "recompute" or "evict_or_recompute".
+        memory_bytes: the most bytes that each rank may use, static ones included, one number or one for each rank (None: no
+            limit); "auto": what its CUDA device has, and no limit on CPU. A model is cut for numbers only.
+        by: what keeps the memory: "evict", "recompute" or "evict_or_recompute"; stages with skips are never recomputed.
         schedules: names to choose from; default: all.
         parts: the most parts into which a microbatch may be cut to move.
         host: whether activations may go to the host where no rank has room.
@@ -149,9 +149,12 @@ def auto(
         margin: as in `Balanced`.
         reserve_bytes: as in `Balanced`.
         optimizer: as in `Balanced`.
-        replicas: a process group of the ranks that hold the same stages in other pipelines, as in `Balanced`: all run the plan that
-            the first of them chooses. Stages under FSDP2 or DDP need it, because they communicate in the order of the plan.
-        effort: items of work that run while orders are made to measure; 0: named schedules only.
+        replicas: a process group of all ranks that hold the same stages, in other pipelines or in tensor parallelism: all run the
+            plan that the first of them chooses, for sizes that cover all of theirs. Stages that communicate inside, under FSDP2,
+            DDP or tensor parallelism, need it, because they do so in the order of the plan; bpipe does not see other
+            communication. These ranks then compare two numbers in each training step.
+        effort: items of work that run while orders are made to measure; 0: named schedules only. The other ranks wait meanwhile, so
+            that it must end within `timeout_s`.
         seed: of the search.
         progress: called on rank 0 as `progress(done, total)` while it chooses.
         options: further arguments of `Schedule`.
@@ -191,32 +194,41 @@ def auto(
             device=torch.device(device),
             group=group,
         )
-        links = advise_inputs.links_of(None, link, cross_link, nodes, (whole.place[1],))
+        rank, p = whole.place
         cut = whole.cut(
-            budgets=_numbers(memory_bytes, whole.place[1]),
-            links=links,
+            budgets=_numbers(memory_bytes, p),
+            links=advise_inputs.links_of(None, link, cross_link, nodes, (p,)),
             schedules=named,
             stages_per_rank=tuple(stages_per_rank),
             parts=parts,
             host=host,
             by=by,
         )
-        stages, batch = cut.stages, cut.choice.plan.num_microbatches
-        if whole.place[0] == 0:
-            layers_by_stage = " ".join(str(len(names)) for names in cut.choice.stages)
-            RankLog(0).info("auto: cut the model into %s layers; its layers alone suggest %s", layers_by_stage, cut.choice.name)
+        stages, batch, start = cut.stages, cut.choice.plan.num_microbatches, cut.choice.plan.name
+        if rank == 0:
+            numbers = " ".join(str(len(names)) for names in cut.choice.stages)
+            RankLog(0).info("auto: cut the model into stages of %s layers; by these alone, best is %s", numbers, cut.choice.name)
     own = stages_of(stages)
     first = next(iter(own.values()))
     p = first.num_stages // len(own)
-    skips = tuple(sorted(set(first.skips.values())))
     if start is None:
         start = "seq_1f1b" if slices > 1 and len(own) == 1 else _start(own, p, batch)
+    skips = tuple(sorted(set(first.skips.values())))
     plan = build(start, first.num_stages, batch, num_ranks=p, skips=skips, slices=slices)
-    to = Destinations(nodes=nodes, host="last" if host else "no")
-    no_limit = memory_bytes is None or (memory_bytes == "auto" and not is_asynchronous(first.device))
-    budget: Budget = (None,) * p if no_limit else memory_bytes
-    policy = Policy(budget=budget, parts=parts, inside=False, to=to, costs=None, sizes=None, measure=measure, margin=margin)
+    is_measured = memory_bytes == "auto" and is_asynchronous(first.device)
+    policy = Policy(
+        budget="auto" if is_measured else _numbers(memory_bytes, p),
+        parts=parts,
+        inside=False,
+        to=Destinations(nodes=nodes, host="last" if host else "no"),
+        costs=None,
+        sizes=None,
+        measure=measure,
+        margin=margin,
+    )
     policy.check(plan)
+    if skips and by == "recompute":
+        raise ConfigurationError("by='recompute' counts no bytes of skips: leave by= out, or give by='evict'")
     links = advise_inputs.links_of(None, link, cross_link, nodes, (p,))
     known = KnownCosts(assumed=Costs(link=links.link, cross_link=links.cross_link), nodes=nodes)
     wishes = Wishes(schedules=named, by=by, effort=effort, seed=seed)
@@ -225,10 +237,18 @@ def auto(
 
 
 def _numbers(memory_bytes: Budget, num_ranks: int) -> Budgets:
-    """Return the budgets for which a model is cut: what a device has free is not known before it has its stages."""
-    if memory_bytes is None or isinstance(memory_bytes, str):
+    """Return the budgets of ranks in numbers; what a device has free is not known before it has its stages."""
+    if memory_bytes is None or memory_bytes == "auto":
         return (None,) * num_ranks
-    return (memory_bytes,) * num_ranks if isinstance(memory_bytes, int) else tuple(memory_bytes)
+    given: list[Any] = [memory_bytes] * num_ranks
+    if isinstance(memory_bytes, Sequence) and not isinstance(memory_bytes, str):
+        given = list(memory_bytes)
+    if len(given) != num_ranks or not all(one is None or (type(one) is int and one >= 1) for one in given):
+        raise ConfigurationError(
+            f"memory_bytes={memory_bytes!r}: give bytes, at least 1, one number or one for each of {num_ranks} ranks (None: no "
+            "limit), or 'auto'"
+        )
+    return tuple(given)
 
 
 def _start(own: Mapping[int, Any], num_ranks: int, num_microbatches: int) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+from bpipe._version import __version__
 from bpipe.api.policy import Way
 from bpipe.chooser.compare_plans import EFFORT, choose
 from bpipe.chooser.layers_of import Layers, as_measured, of_profiles, of_transformer
@@ -24,6 +27,7 @@ from bpipe.estimate.transformer import Transformer
 from bpipe.estimate.workload import ModelWorkload
 from bpipe.partition.layers import LayerCost
 from bpipe.passes.fit import Budgets
+from bpipe.schedules import names
 
 __all__ = ["choose_plan"]
 
@@ -124,6 +128,10 @@ def choose_plan(
     check_count("num_ranks", num_ranks)
     check_count("batch", batch)
     check_count("effort", effort, least=0)
+    check_count("parts", parts)
+    for name, numbers in (("slices", slices), ("stages_per_rank", stages_per_rank), ("microbatch_sizes", microbatch_sizes or ())):
+        for number in numbers:
+            check_count(name, number)
     if by not in get_args(Way):
         raise ConfigurationError(f"by={by!r}: choose 'evict', 'recompute' or 'evict_or_recompute'")
     found = advise_inputs.device_of(device)
@@ -180,14 +188,18 @@ def choose_plan(
 def _cached(
     question: ModelQuestion, effort: int, seed: int, cache: Path | None, progress: Callable[[int, int], None] | None
 ) -> Choice:
-    file = None if cache is None else cache / f"{question.fingerprint}-{effort}-{seed}.json"
+    asked = hashlib.sha256(f"{__version__} {names()} {effort} {seed} {question.fingerprint}".encode()).hexdigest()[:32]
+    file = None if cache is None else cache / f"{asked}.json"
     if file is not None and file.exists():
-        return Choice.from_json(file.read_text(encoding="utf-8"))
+        try:
+            return Choice.from_json(file.read_text(encoding="utf-8"))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{file}: {error}: remove the file, and the plan is chosen again") from error
     told = (lambda done: None) if progress is None else (lambda done: progress(round(1000 * done), 1000))
     answer = choose(question, effort=effort, seed=seed, told=told)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
+        part = file.with_suffix(f".{os.getpid()}.part")
         part.write_text(answer.to_json(), encoding="utf-8")
         part.replace(file)
     return answer

@@ -98,11 +98,18 @@ def choose(question: Question, *, effort: int = EFFORT, seed: int = 0, told: Tol
     tried = compared(question, told=lambda done: told(NAMED_SHARE * done))
     if effort:
         tried += _made(tried, effort, seed, lambda done: told(NAMED_SHARE + (1 - NAMED_SHARE) * done))
-    tried.sort(key=lambda one: (one.price, one.order_s))
+    tried += _kept_otherwise(min(tried, key=_rank))
+    tried.sort(key=_rank)
     told(1.0)
     if tried[0].kept is None:
         raise BudgetError(_nothing_fits(tried))
     return _choice(question, tried)
+
+
+def _rank(one: Tried) -> tuple[float, float, float]:
+    """Return what ways are sorted by: of equally fast ones, the one that needs less memory comes first."""
+    fullest = max(one.kept.plan.device_peak_bytes) if one.kept is not None else inf
+    return float(f"{one.price:.9g}"), fullest, one.order_s
 
 
 def compared(question: Question, *, told: Told = lambda done: None) -> list[Tried]:
@@ -141,7 +148,7 @@ def compared(question: Question, *, told: Told = lambda done: None) -> list[Trie
 
 
 def _made(tried: Sequence[Tried], effort: int, seed: int, told: Told) -> Iterable[Tried]:
-    """Yield the best order made to measure, if there is one, from the families of the fastest named schedules."""
+    """Yield the best order made to measure from the families of the fastest named schedules, and the best that evicts nothing."""
     families: dict[object, list[Tried]] = {}
     for one in sorted(tried, key=lambda one: (min(one.step_s, 1.5 * one.order_s), one.order_s)):
         plan = one.way.order
@@ -151,10 +158,10 @@ def _made(tried: Sequence[Tried], effort: int, seed: int, told: Told) -> Iterabl
             families.setdefault(key, []).append(one)
     groups = list(families.values())
     given = [Family(starts=tuple(one.way.order for one in group), setting=group[0].way.setting) for group in groups]
-    for found in searched(given, effort=effort, seed=seed, told=told):
-        if found.is_made and found.kept is not None:
-            yield Tried(groups[found.family][0].way, found.order_s, found.kept, is_made=True)
-            return
+    made = [one for one in searched(given, effort=effort, seed=seed, told=told) if one.is_made and one.kept is not None]
+    still = [one for one in made if one.kept is not None and not one.kept.evicts]
+    for found in dict.fromkeys([*made[:1], *still[:1]]):
+        yield Tried(groups[found.family][0].way, found.order_s, found.kept, is_made=True)
 
 
 def _choice(question: Question, tried: Sequence[Tried]) -> Choice:
@@ -187,7 +194,7 @@ def _alternatives(tried: Sequence[Tried]) -> Iterable[Alternative]:
     assert best.kept is not None, "the best keeps the budgets"
     spent = best.spent
     kinds: dict[str, list[Tried]] = {}
-    for one in [*others, *_kept_otherwise(best)]:
+    for one in others:
         kinds.setdefault(one.kind, []).append(one)
     kinds.pop(best.kind, None)
     found = []
@@ -204,7 +211,8 @@ def _alternatives(tried: Sequence[Tried]) -> Iterable[Alternative]:
 
 def _kept_otherwise(best: Tried) -> Iterable[Tried]:
     """Yield what only evicts, or only recomputes, where the best does the one or the other."""
-    assert best.kept is not None, "the best keeps the budgets"
+    if best.kept is None:
+        return
     setting, does = best.way.setting, (best.kept.evicts, best.kept.recomputes)
     for evicts, recomputes in ((True, False), (False, True)):
         if any(does) and does != (evicts, recomputes) and not best.is_made:
@@ -217,7 +225,7 @@ def _reason(one: Tried, best: Tried, spent: Spent) -> str:
     if one.kept is not None:
         why = one.spent.why_slower(spent)
         return why if one.step_s > best.step_s else f"{why}: not clearly faster, and it trusts in more"
-    if one.order_s < best.price:
+    if one.order_s < best.price and not one.way.setting.fits(communicate(one.way.order)):
         return f"does not fit: {too_full(communicate(one.way.order), one.way.setting.budgets)}, and nothing found keeps it below"
     return f"{one.spent.why_slower(spent)}, with any memory"
 

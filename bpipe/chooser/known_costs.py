@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
@@ -36,7 +37,7 @@ class KnownCosts:
 
     def copy(self) -> KnownCosts:
         """Return costs that learn by themselves."""
-        return replace(self, seconds=dict(self.seconds), links=dict(self.links))
+        return deepcopy(self)
 
     def learn(self, steps: Sequence[Measured], plan: Plan) -> None:
         """Take the costs of some steps of a plan in place of what was known."""
@@ -45,10 +46,23 @@ class KnownCosts:
             series = getattr(found, name)
             if isinstance(series, Sequence) and name in _run_by(plan):
                 self.seconds[name] = [[median(one[slice_ :: plan.slices]) for slice_ in range(plan.slices)] for one in series]
+        self.bring_together(_run_by(plan))
         for name in LINKS:
             if (link := getattr(found, name)) not in (None, Link()):
                 self.links[name] = link
-        self.slowdown = found.slowdown if found.slowdown > 1 else self.slowdown
+        self.slowdown = found.slowdown
+
+    def bring_together(self, latest: set[str]) -> None:
+        """Let whole backwards and their halves take equally long, as the latest of these were measured."""
+        if not {"backward_s", "input_s", "weight_s"} <= self.seconds.keys() or {"backward_s", "input_s"} <= latest:
+            return
+        whole, inputs, weights = (self.seconds[name] for name in ("backward_s", "input_s", "weight_s"))
+        for of_stage in zip(whole, inputs, weights):
+            for slice_, (b, i, w) in enumerate(zip(*of_stage)):
+                if "input_s" in latest or i + w == 0:
+                    of_stage[0][slice_] = i + w
+                else:
+                    of_stage[1][slice_], of_stage[2][slice_] = b * i / (i + w), b * w / (i + w)
 
     def costs(self, sizes: Sizes) -> Costs:
         """Return all costs: a whole backward takes as long as its halves, and each half as much of it, until they have run."""
@@ -60,7 +74,7 @@ class KnownCosts:
         for name, stages in seconds.items():
             known[name] = [of_slices if len(of_slices) > 1 else of_slices[0] for of_slices in stages]
         known |= self.links
-        known["slowdown"] = self.slowdown or self.assumed.slowdown
+        known["slowdown"] = self.assumed.slowdown if self.slowdown is None else self.slowdown
         known["nodes"] = self.nodes
         known["saved_bytes"] = [stage.saved for stage in sizes.stages]
         known["movable_bytes"] = [stage.movable for stage in sizes.stages]

@@ -36,7 +36,8 @@ class Way:
             if begin_s[rank] < 0:
                 begin_s[rank] = before_s
             forward_s = costs.seconds(Op.F, stage, 0)
-            rank_s[rank] += m * (forward_s + costs.seconds(Op.B, stage, 0))
+            halves_s = costs.seconds(Op.I, stage, 0) + costs.seconds(Op.W, stage, 0)
+            rank_s[rank] += m * (forward_s + min(costs.seconds(Op.B, stage, 0), halves_s))
             before_s += forward_s / self.layout.slices
         return max(map(float.__add__, rank_s, begin_s))
 
@@ -74,7 +75,7 @@ def ways_of(question: Question) -> Iterator[Way]:
         ConfigurationError: a schedule that was asked for learns something else, or needs the model twice.
     """
     for rule in _rules(question):
-        if question.num_ranks > 1 or rule.name == "1f1b":
+        if question.num_ranks > 1 or rule.name == "1f1b" or question.schedules is not None:
             for layout in question.layouts(rule):
                 yield Way(question, rule, layout)
 

@@ -15,9 +15,9 @@ from bpipe.api.loopback import LoopbackGroup
 from bpipe.chooser.compare_plans import choose
 from bpipe.chooser.plan_choice import Choice
 from bpipe.chooser.question import Load, ModelQuestion
+from bpipe.chooser.together import texts_of
 from bpipe.errors import AgreementError, ConfigurationError, format_error
 from bpipe.model.stage import PipelineStage
-from bpipe.parallel.replicas import text_of_first
 from bpipe.partition.measure import measure_layers
 from bpipe.partition.model_split import split_model
 
@@ -71,7 +71,8 @@ class WholeModel:
             question: arguments of `ModelQuestion` beside the layers, the ranks and the batch.
 
         Raises:
-            ConfigurationError: the batch has no rows, or no size divides them; or what `measure_layers` refuses.
+            ConfigurationError: the batch has no rows, or no size divides them; the model is on another kind of device than its
+                stages will be; or what `measure_layers` refuses.
             BudgetError: on rank 0, nothing keeps the memory.
             AgreementError: on the others, rank 0 failed.
         """
@@ -89,7 +90,8 @@ class WholeModel:
         """Return the choice of rank 0, as JSON; raise on all ranks if it failed."""
         group = self.group
         if isinstance(group, LoopbackGroup):
-            asked = ("whole model", id(self.model), id(self.loss_fn), repr(question))
+            shapes = [(one.shape, one.dtype) for one in tree_leaves((self.batch, self.target)) if isinstance(one, torch.Tensor)]
+            asked = ("whole model", self.model, self.loss_fn, self.layers, self.microbatch_sizes, shapes, question)
             return str(group.loopback.once(asked, lambda: self._chosen(num_ranks, question)))
         failure: Exception | None = None
         text = ""
@@ -98,7 +100,7 @@ class WholeModel:
                 text = "+" + self._chosen(num_ranks, question)
             except Exception as error:
                 failure, text = error, f"-{format_error(error)}"
-        text = text_of_first(text, group)
+        text = texts_of(text, group)[0]
         if failure is not None:
             raise failure
         if text[:1] != "+":
@@ -107,6 +109,11 @@ class WholeModel:
 
     def _chosen(self, num_ranks: int, question: dict[str, Any]) -> str:
         rows = _rows(self.batch)
+        if elsewhere := {one.device.type for one in self.model.parameters()} - {self.device.type}:
+            raise ConfigurationError(
+                f"the model is on {', '.join(sorted(elsewhere))}, and its stages will be on {self.device.type}, where layers take "
+                "other times: move it there first on rank 0, or cut it by bpipe.choose_plan and bpipe.split_model"
+            )
         layers = {
             Load(size): measure_layers(
                 self.model,

@@ -1,16 +1,13 @@
-"""What the replicas of a pipeline have in common, which hold the same stages: the memory of a microbatch, and a choice of plans."""
+"""Check that a microbatch takes the same memory in all replicas of a pipeline, which hold the same stages."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from bpipe.comm.transport.process_group import backends_of, device_of
-from bpipe.parallel.ddp import replicas_in
-from bpipe.parallel.fsdp import units_in
+from bpipe.comm.transport.process_group import backends_of
 from bpipe.plan.sizes import StageSizes
 
 __all__: list[str] = []
@@ -54,21 +51,3 @@ def _row_difference(group: dist.ProcessGroup, rows: torch.Tensor) -> str:
         f"and rank {ranks[1]} has {there}. Give all replicas microbatches of the same shapes."
     )
 
-
-def are_wrapped(modules: Iterable[nn.Module]) -> bool:
-    """Return whether stages communicate with their replicas while they compute: under FSDP2 or DDP."""
-    inner = [one for module in modules for one in module.modules()]
-    return bool(units_in(inner)) or bool(replicas_in(inner))
-
-
-def text_of_first(text: str, group: dist.ProcessGroup | None) -> str:
-    """Return the text that rank 0 of a group gives. Collective; blocks."""
-    where, data = device_of(group), text.encode()
-    length = torch.tensor([len(data)], device=where)
-    dist.broadcast(length, group_src=0, group=group)
-    packed = torch.zeros(int(length), dtype=torch.uint8)
-    if dist.get_rank(group) == 0:
-        packed[:] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    packed = packed.to(where)
-    dist.broadcast(packed, group_src=0, group=group)
-    return bytes(packed.tolist()).decode()

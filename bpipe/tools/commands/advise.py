@@ -154,6 +154,8 @@ def run(args: argparse.Namespace) -> Result:
 
 def _choice(model: Transformer | list[Profile], args: argparse.Namespace, how: dict[str, Any]) -> tuple[Choice | None, str]:
     """Return the fastest plan of all numbers of stages, or why there is none."""
+    if args.layers_by_stage is not None:
+        return None, "No plan is chosen, because --layers-by-stage says where to cut: leave it out, and the cut is chosen, too."
     stages = stages_of(args.stages, len(model) if isinstance(model, list) else 0)
     found, refusal = [], ""
     for p, batch in batches_of(args.batch, stages, args.tensor_parallel, args.num_devices).items():
