@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from tests.sleepers import Sleeper, SlicedSleeper
 from tests.tries import holds_in_one_try
 
-P, M, WIDTH, STEPS = 4, 8, 16, 12
+P, M, WIDTH, STEPS = 4, 8, 16, 8
 
 
 class Ran(NamedTuple):
@@ -192,7 +192,7 @@ def with_replicas(rank: int, grows_after: int | None) -> tuple[list[str], list[s
     wishes = {"effort": 0, "timeout_s": 30.0, "memory_bytes": limit}
     schedule = bpipe.auto(stage, M, nn.functional.mse_loss, replicas=mesh["dp"].get_group(), **wishes)
     plans, x = [], torch.ones(2 * M, WIDTH)
-    for _ in range(STEPS):
+    for _ in range(STEPS + 4):
         schedule.step(x, target=x, return_outputs=False)
         plans.append(schedule.plan.fingerprint())
     schedule.close()

@@ -23,6 +23,7 @@ from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.schedules import Costs, Link, Plan, build, finish, simulate, verify
 from bpipe.tools.balancing import sizes_of
 from tests.schedules.replay import occupied_bytes, replay
+from tests.thinned import thinned
 
 P, BATCH = 4, 16
 
@@ -66,7 +67,7 @@ def named_by_hand(layers: list[LayerCost], budget: int, link: float) -> float:
     return min(steps)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", thinned([(seed,) for seed in range(6)], lambda seed: seed == 1))
 def test_never_slower_than_what_is_chosen_by_hand(seed: int) -> None:
     layers, link = layers_of(seed), (inf, 2000.0, 500.0)[seed % 3]
     budget = (24_000, 16_000)[seed % 2]
