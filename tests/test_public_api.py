@@ -63,12 +63,12 @@ SIGNATURES = {
     "check_split": "(model, parts, args, kwargs)",
     "auto": (
         "(stages, batch, loss_fn, start, slices, target, layers, microbatch_sizes, stages_per_rank, device, group, memory_bytes, "
-        "by, schedules, parts, host, link, cross_link, nodes, measure, margin, reserve_bytes, optimizer, replicas, effort, "
-        "seed, progress, options)"
+        "by, schedules, parts, host, link, cross_link, host_link, nodes, measure, margin, reserve_bytes, optimizer, replicas, "
+        "effort, seed, progress, options)"
     ),
     "choose_plan": (
-        "(model, batch, num_ranks, device, memory_bytes, reserved_bytes, link, cross_link, nodes, host, by, parts, schedules, "
-        "stages_per_rank, slices, microbatch_sizes, tensor_parallel, sequence_parallel, sequence, attention, precision, "
+        "(model, batch, num_ranks, device, memory_bytes, reserved_bytes, link, cross_link, host_link, nodes, host, by, parts, "
+        "schedules, stages_per_rank, slices, microbatch_sizes, tensor_parallel, sequence_parallel, sequence, attention, precision, "
         "recomputations, efficiency, bytes_per_parameter, effort, seed, cache, progress)"
     ),
     "choose_stages": (

@@ -13,6 +13,7 @@ from bpipe.api.catalogue import FromPlan
 from bpipe.api.measured_plans import RESERVE_BYTES
 from bpipe.api.policy import MARGIN, Budget, Measure, Policy, Way
 from bpipe.api.schedule import Schedule
+from bpipe.chooser.choose_plan import HOST_LINK
 from bpipe.chooser.chosen_plans import ChosenPlans, Wishes
 from bpipe.chooser.compare_plans import EFFORT
 from bpipe.chooser.known_costs import KnownCosts
@@ -94,6 +95,7 @@ def auto(
     host: bool = False,
     link: str | float | None = None,
     cross_link: str | float | None = None,
+    host_link: str | float = HOST_LINK,
     nodes: Sequence[int] | None = None,
     measure: Measure = "auto",
     margin: float = MARGIN,
@@ -144,6 +146,7 @@ def auto(
         host: whether activations may go to the host where no rank has room.
         link: between ranks of a node, a name or bytes per second, until steps show it; on CUDA they do not.
         cross_link: between nodes.
+        host_link: between a rank and its host's memory.
         nodes: the node of each rank of the plan.
         measure: as in `Balanced`; "in_order" also keeps the order of `start`, whatever is measured.
         margin: as in `Balanced`.
@@ -180,6 +183,7 @@ def auto(
         raise ConfigurationError(f"by={by!r}: choose 'evict', 'recompute' or 'evict_or_recompute'")
     check_count("effort", effort, least=0)
     named = None if schedules is None else tuple(schedules)
+    to_host = advise_inputs.links_of(None, host_link, None, None, ()).link
     if isinstance(stages, nn.Module):
         if start is not None or slices != 1:
             raise ConfigurationError("start= and slices= are about stages, and this model is not cut yet: leave them out")
@@ -198,6 +202,7 @@ def auto(
         cut = whole.cut(
             budgets=_numbers(memory_bytes, p),
             links=advise_inputs.links_of(None, link, cross_link, nodes, (p,)),
+            host_link=to_host,
             schedules=named,
             stages_per_rank=tuple(stages_per_rank),
             parts=parts,
@@ -230,7 +235,7 @@ def auto(
     if skips and by == "recompute":
         raise ConfigurationError("by='recompute' counts no bytes of skips: leave by= out, or give by='evict'")
     links = advise_inputs.links_of(None, link, cross_link, nodes, (p,))
-    known = KnownCosts(assumed=Costs(link=links.link, cross_link=links.cross_link), nodes=nodes)
+    known = KnownCosts(assumed=Costs(link=links.link, cross_link=links.cross_link, host_link=to_host), nodes=nodes)
     wishes = Wishes(schedules=named, by=by, effort=effort, seed=seed)
     schedule = FromPlan(stages, plan, loss_fn, **options)
     return AutoSchedule(schedule, policy, wishes, known, replicas, optimizer, reserve_bytes, progress)

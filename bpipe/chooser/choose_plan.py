@@ -33,6 +33,8 @@ __all__ = ["choose_plan"]
 
 Model = str | Transformer | Profile | Sequence[Profile] | Sequence[LayerCost] | Mapping[int, Sequence[LayerCost]]
 
+HOST_LINK = "pcie4"
+
 ASSUMPTIONS = (
     "Each transfer has its link for itself, at full bandwidth and without latency, and does not slow computations down; reducing "
     "gradients over replicas and the optimizer's step are not counted.",
@@ -55,6 +57,7 @@ def choose_plan(
     reserved_bytes: int | None = None,
     link: str | float | None = None,
     cross_link: str | float | None = None,
+    host_link: str | float = HOST_LINK,
     nodes: Sequence[int] | None = None,
     host: bool = False,
     by: Way = "evict_or_recompute",
@@ -93,6 +96,7 @@ def choose_plan(
         reserved_bytes: of these, set aside for what is not counted; default: 5%.
         link: between ranks of a node, a name ("nvlink3", "pcie4") or bytes per second and direction; default: the device's.
         cross_link: between nodes, which needs `nodes`; default: `link`.
+        host_link: between a rank and its host's memory, in each direction.
         nodes: the node of each rank; default: all on one.
         host: whether activations may go to the host's memory where no rank has room.
         by: what keeps the memory: "evict", "recompute" or "evict_or_recompute".
@@ -172,6 +176,7 @@ def choose_plan(
         batch=batch,
         budgets=_budgets(found, memory_bytes, reserved_bytes, num_ranks),
         links=links,
+        host_link=advise_inputs.links_of(None, host_link, None, None, ()).link,
         working_bytes=working,
         schedules=None if schedules is None else tuple(schedules),
         stages_per_rank=tuple(stages_per_rank),

@@ -236,8 +236,10 @@ def _nothing_fits(tried: Sequence[Tried]) -> str:
         return max(peak - (peak if budget is None else budget) for peak, budget in zip(peaks, one.way.setting.budgets))
 
     nearest = min(tried, key=excess)
+    able = nearest.way.setting
+    also = ", or host=True" * (able.evicts and able.to.host == "no")
     return (
         f"no plan was found that keeps the budgets, of {len(tried)} ways; the nearest is {nearest.name}, where "
         f"{too_full(communicate(nearest.way.order), nearest.way.setting.budgets)} if nothing is offloaded or recomputed. Give more "
-        "memory, more ranks, smaller microbatches, recomputation inside layers, or host=True"
+        f"memory, more ranks, smaller microbatches, recomputation inside layers{also}"
     )

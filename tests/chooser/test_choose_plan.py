@@ -127,6 +127,16 @@ def test_slow_links_are_not_evicted_over() -> None:
     check(slow, 3100)
 
 
+def test_the_host_where_no_rank_has_room() -> None:
+    layers = [LayerCost(names=(f"{i}",), forward_s=1.0, backward_s=2.0, saved_bytes=1000, output_bytes=1) for i in range(6)]
+    wishes: dict[str, Any] = {"num_ranks": 6, "memory_bytes": 3100, "reserved_bytes": 0, "by": "evict", "schedules": ["1f1b"]}
+    with pytest.raises(BudgetError, match=r"inside layers, or host=True$"):
+        choose_plan(layers, batch=12, effort=0, **wishes)
+    fast, slow = (choose_plan(layers, batch=12, effort=0, host=True, host_link=rate, **wishes) for rate in (1e6, 200.0))
+    assert "offload to the host" in fast.name and fast.step_s < slow.step_s
+    check(fast, 3100)
+
+
 def test_slices_are_only_chosen_where_they_are_allowed() -> None:
     layers = [LayerCost(names=(f"{i}",), forward_s=1.0, backward_s=2.0, saved_bytes=1000) for i in range(P)]
     whole, sliced = (choose_plan(layers, batch=4, num_ranks=P, effort=0, slices=slices) for slices in ((1,), (1, 4)))
