@@ -129,7 +129,8 @@ def test_slow_links_are_not_evicted_over() -> None:
 
 def test_the_host_where_no_rank_has_room() -> None:
     layers = [LayerCost(names=(f"{i}",), forward_s=1.0, backward_s=2.0, saved_bytes=1000, output_bytes=1) for i in range(6)]
-    wishes: dict[str, Any] = {"num_ranks": 6, "memory_bytes": 3100, "reserved_bytes": 0, "by": "evict", "schedules": ["1f1b", "zb_h1"]}
+    of = ["1f1b", "zb_h1"]
+    wishes: dict[str, Any] = {"num_ranks": 6, "memory_bytes": 3100, "reserved_bytes": 0, "by": "evict", "schedules": of}
     with pytest.raises(BudgetError, match=r"inside layers, or host=True$"):
         choose_plan(layers, batch=12, effort=0, **wishes)
     fast, slow = (choose_plan(layers, batch=12, effort=0, host=True, host_link=rate, **wishes) for rate in (1e6, 200.0))
