@@ -155,7 +155,7 @@ _NAMES = {  # of each module of bpipe
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-_NEED_NO_TORCH = frozenset({"advise", "choose_stages", "draw", "load_trace", "pair_adjacent", "place", "save_trace"})
+_NEED_NO_TORCH = frozenset({"advise", "choose_plan", "choose_stages", "draw", "load_trace", "pair_adjacent", "place", "save_trace"})
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 from bpipe.api.balanced import Balanced
 from bpipe.api.catalogue import BalancedOneFOneB
 from bpipe.api.schedule import Schedule
+from bpipe.chooser.automatic import auto as auto_schedule
 from bpipe.errors import ConfigurationError
 from bpipe.model.stage import PipelineStage
 from bpipe.partition.model_split import split_model
@@ -27,7 +28,11 @@ FIRST = ("vision_encoder",)  # on the first stage, wherever it is registered
 
 
 def pipelining_fn(
-    schedule: type[Schedule] = BalancedOneFOneB, *, balanced: Mapping[str, Any] | None = None, **options: Any
+    schedule: type[Schedule] = BalancedOneFOneB,
+    *,
+    balanced: Mapping[str, Any] | None = None,
+    auto: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Callable[..., Pipeline]:
     """Make the `pipelining_fn` of a torchtitan (0.3.0) `ModelSpec`.
 
@@ -39,6 +44,8 @@ def pipelining_fn(
     Args:
         schedule: a schedule class of `bpipe`.
         balanced: arguments of `bpipe.Balanced`, to balance the schedule in bytes; default: do not balance.
+        auto: arguments of `bpipe.auto`, which chooses the plan for the stages that `schedule` places; default: run `schedule`.
+            `replicas` may be a function that gets torchtitan's `parallel_dims` and returns the group.
         options: further arguments of the schedule, such as `slots` or `timeout_s`.
 
     Returns:
@@ -50,15 +57,23 @@ def pipelining_fn(
         >>> import bpipe
         >>> build = pipelining_fn(bpipe.Interleaved1F1B, timeout_s=60.0)  # replace(model_spec, pipelining_fn=build)
     """
-    return _Pipelining(schedule, balanced, options)
+    return _Pipelining(schedule, balanced, auto, options)
 
 
 class _Pipelining:
     """The function that torchtitan calls to make a pipeline."""
 
-    def __init__(self, schedule: type[Schedule], balanced: Mapping[str, Any] | None, options: dict[str, Any]) -> None:
-        self._schedule, self._balanced, self._options = schedule, balanced, options
+    def __init__(
+        self,
+        schedule: type[Schedule],
+        balanced: Mapping[str, Any] | None,
+        auto: Mapping[str, Any] | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._schedule, self._balanced, self._auto, self._options = schedule, balanced, auto, options
         self._rule = rule_named(schedule.rule)
+        if balanced is not None and auto is not None:
+            raise ConfigurationError("balanced= keeps the schedule's order, and auto= chooses one: give one of them")
         if self._rule.placement.directions > 1:
             raise ConfigurationError(
                 f"{schedule.__name__} holds every stage twice, with the same weights, and torchtitan initialises each stage by "
@@ -83,10 +98,21 @@ class _Pipelining:
         for stage in stages:
             configs = dict(parallel_dims=parallel_dims, training=training, parallelism=parallelism, **others)
             stage.submod = parallelize_fn(stage.submod, **configs)
-        made = self._schedule(stages, num_microbatches, loss_fn=_scalar(loss_fn), scale_grads=False, **self._options)
-        schedule = made if self._balanced is None else Balanced(made, **self._balanced)
+        schedule = self._made(stages, num_microbatches, loss_fn, parallel_dims)
         parts = [stage.submod for stage in stages]
         return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+
+    def _made(
+        self, stages: list[PipelineStage], num_microbatches: int, loss_fn: Callable[..., Any], parallel_dims: Any
+    ) -> Schedule | Balanced:
+        options = {"loss_fn": _scalar(loss_fn), "scale_grads": False, **self._options}
+        if self._auto is not None:
+            wishes = {"start": self._rule.name, **options, **self._auto}
+            if callable(find := wishes.get("replicas")):
+                wishes["replicas"] = find(parallel_dims)
+            return auto_schedule(stages, num_microbatches, **wishes)
+        made = self._schedule(stages, num_microbatches, **options)
+        return made if self._balanced is None else Balanced(made, **self._balanced)
 
     def _stages(self, model: nn.Module, parallel_dims: Any, parallelism: Any, device: torch.device) -> list[PipelineStage]:
         """Cut the model, and return this rank's stages."""

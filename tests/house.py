@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 HERE = Path(__file__).parents[1]
-BESIDE = ("estimate", "tools", "training", "partition", "relaxed", "search")  # rooms that the core does not import
+BESIDE = ("estimate", "tools", "training", "partition", "relaxed", "search", "chooser")  # rooms that the core does not import
 PLANNING = ("schedules", "simulator", "plan", "passes", "verifier")  # where there are plans, and no microbatches yet
 KEYS = r"(Key|MicrobatchKey|PartKey|OpKey|Identity|Place|Started|tuple\[(Op, )?int, int(, int)?\])"
 BY_MICROBATCH = re.compile(rf"(?:self\.\w+: (?:default)?|class \w+\()dict\[{KEYS}, ")

@@ -61,6 +61,16 @@ SIGNATURES = {
     "ZBV": STAGES,
     "advise": ADVISE,
     "check_split": "(model, parts, args, kwargs)",
+    "auto": (
+        "(stages, batch, loss_fn, start, slices, target, layers, microbatch_sizes, stages_per_rank, device, group, memory_bytes, "
+        "by, schedules, parts, host, link, cross_link, host_link, nodes, measure, margin, reserve_bytes, optimizer, replicas, "
+        "effort, seed, progress, options)"
+    ),
+    "choose_plan": (
+        "(model, batch, num_ranks, device, memory_bytes, reserved_bytes, link, cross_link, host_link, nodes, host, by, parts, "
+        "schedules, stages_per_rank, slices, microbatch_sizes, tensor_parallel, sequence_parallel, sequence, attention, precision, "
+        "recomputations, efficiency, bytes_per_parameter, effort, seed, cache, progress)"
+    ),
     "choose_stages": (
         "(layers, num_stages, num_microbatches, schedule, num_ranks, slots, objective, memory_bytes, link, slices, slice_lengths)"
     ),
@@ -134,7 +144,7 @@ def test_unknown_names_and_old_torch(monkeypatch):
 
 
 def test_importing_bpipe_loads_no_torch():
-    pure = "bpipe.pair_adjacent(4, 2), bpipe.advise, bpipe.draw, bpipe.load_trace, bpipe.save_trace"
+    pure = "bpipe.pair_adjacent(4, 2), bpipe.advise, bpipe.choose_plan, bpipe.draw, bpipe.load_trace, bpipe.save_trace"
     code = f"import sys, bpipe, bpipe.schedules; {pure}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -9,18 +9,23 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.published import balance_claims, breadth_first, order_claims, other_claims
-from benchmarks.published.choices import advice_on, ranked
+from benchmarks.published.choices import CHOICES, advice_on, chosen, ranked
 from benchmarks.published.page import CLAIMS, PAGE, page, section_of
 from benchmarks.published.scenarios import (
     BALANCED,
     GPT3_96B,
+    LONG,
+    LONGER,
     LOST,
     PAID,
     PAID_NOT,
+    PAID_ON_48,
     PLAIN,
     RECOMPUTING,
     SCENARIOS,
     SLOW,
+    SMALL_BATCH,
+    VOCABULARY,
     Way,
     outcome,
 )
@@ -33,11 +38,18 @@ WITHOUT_TORCH = "import sys; import benchmarks.published.page; assert not {'torc
 
 
 def test_the_page_is_what_the_functions_say() -> None:
+    """But for the choices, which take longer."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    assert all(line in lines for claim in CLAIMS if claim is not CHOICES for line in section_of(claim).splitlines())
+
+
+@pytest.mark.exhaustive
+def test_all_of_the_page_is_what_the_functions_say() -> None:
     assert PAGE.read_text(encoding="utf-8") == page()
 
 
 def test_every_claim_of_the_issue_is_there() -> None:
-    text = page()
+    text = PAGE.read_text(encoding="utf-8")
     for figure in ("1.25x to 2.17x", "1.35x", "43%", "1.05x to 1.28x", "5.0x", "63%", "11% and 17%"):
         assert figure in text
     assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
@@ -48,7 +60,7 @@ def test_a_command_prints_its_part_of_the_page(name: str) -> None:
     claim = next(claim for claim in CLAIMS if claim.name == name)
     done = subprocess.run([sys.executable, "-m", "benchmarks.published", claim.name], capture_output=True, text=True, check=True)
     assert done.stdout == section_of(claim) + "\n"
-    assert all(line in page().splitlines() for line in done.stdout.splitlines())
+    assert all(line in PAGE.read_text(encoding="utf-8").splitlines() for line in done.stdout.splitlines())
 
 
 def test_it_needs_no_torch() -> None:
@@ -169,6 +181,24 @@ def test_the_fastest_that_fit_are_those_that_paid() -> None:
         Way("interleaved_1f1b", 4),
     ]
     assert [size for _, size, _ in chosen[1:4]] == [2, 1, 2]
+
+
+def test_balance_is_chosen_where_it_paid_and_not_where_it_did_not() -> None:
+    assert ["offload" in chosen(one, of_all=False).name for one in (PAID_ON_48, PAID, PAID_NOT, LOST, SLOW)] == [
+        *(True, True, False, False, False)
+    ]
+    assert [chosen(one, of_all=False).microbatch_size for one in (PAID, PAID_NOT, LOST)] == [2, 1, 2]
+
+
+@pytest.mark.exhaustive
+def test_the_choices_of_everything() -> None:
+    for scenario in SCENARIOS:
+        classic, best = (chosen(scenario, of_all=of_all) for of_all in (False, True))
+        assert best.step_s <= classic.step_s
+    for long in (LONG, LONGER):
+        assert not chosen(long, of_all=True).name.startswith("v_")
+    assert len(chosen(VOCABULARY, of_all=True).stages[-1]) == 1
+    assert chosen(SMALL_BATCH, of_all=True).plan.num_stages > SMALL_BATCH.num_ranks
 
 
 def test_advice_agrees_where_it_knows_the_plans() -> None:

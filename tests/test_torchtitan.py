@@ -153,8 +153,9 @@ def alone() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
             *(f"layers.{i}" for i in range(1, 6)), "norm", "lm_head"]]}),
         (bpipe.Interleaved1F1B, {}, {"pipeline_parallel_layers_per_stage": 2}),
         (bpipe.ZBV, {}, {}),
+        (bpipe.ZBV, {"auto": {"effort": 0}}, {}),
     ],
-    ids=["balanced", "in bytes, by names", "interleaved", "zbv"],
+    ids=["balanced", "in bytes, by names", "interleaved", "zbv", "auto"],
 )  # fmt: skip
 def test_trains_and_validates_as_a_single_process(
     one_thread: None, make: Any, options: dict[str, Any], changes: dict[str, Any]
@@ -186,6 +187,11 @@ def test_trains_and_validates_as_a_single_process(
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         call(pipelining_fn(), 0, 2, **changes)
+
+
+def test_an_order_is_kept_or_chosen() -> None:
+    with pytest.raises(ConfigurationError, match="give one of them"):
+        pipelining_fn(bpipe.ZBV, balanced={}, auto={})
 
 
 def test_a_model_without_layers_is_cut_by_names_alone() -> None:

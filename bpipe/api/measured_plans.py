@@ -101,12 +101,16 @@ class MeasuredPlans(PlanSource):
             self._context.numbers.count_again(inputs.forms)
         if shapes.replan(tuple(record.states for record in records)):
             self._say("optimizers have made new states, so this step's plan counts them")
+        self._agree_with_replicas(shapes)
         self._warn_if_often(shapes.measured is None)
         if shapes.measured is None:
             self.plan = self._plan_to_measure(gather)
         else:
             shapes.plan = self.plan = shapes.plan or self._planned(key, gather)
         return self.plan
+
+    def _agree_with_replicas(self, shapes: Shapes) -> None:
+        """Forget what replicas have to find out together: nothing, because they make the same plans from the same sizes."""
 
     def _plan_to_measure(self, gather: Gather) -> Plan:
         """Return the plan of a step that measures: one microbatch at a time, if that gives the same results on all ranks."""

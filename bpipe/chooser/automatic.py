@@ -11,10 +11,11 @@ from torch import nn
 from bpipe.api.balanced import check_unused
 from bpipe.api.catalogue import FromPlan
 from bpipe.api.measured_plans import RESERVE_BYTES
-from bpipe.api.policy import MARGIN, Budget, Policy, Way
+from bpipe.api.policy import MARGIN, Budget, Measure, Policy, Way
 from bpipe.api.schedule import Schedule
+from bpipe.chooser.choose_plan import HOST_LINK
 from bpipe.chooser.chosen_plans import ChosenPlans, Wishes
-from bpipe.chooser.compare import EFFORT
+from bpipe.chooser.compare_plans import EFFORT
 from bpipe.chooser.known_costs import KnownCosts
 from bpipe.chooser.plan_choice import Choice
 from bpipe.chooser.whole_model import WholeModel
@@ -22,6 +23,7 @@ from bpipe.device import is_asynchronous
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import advise_inputs
 from bpipe.estimate.checks import check_count
+from bpipe.logs import RankLog
 from bpipe.memory.optimizers import States
 from bpipe.model.stage import stages_of
 from bpipe.passes.fit import Budgets
@@ -42,6 +44,7 @@ class AutoSchedule(Schedule):
         policy: Policy,
         wishes: Wishes,
         known: KnownCosts,
+        replicas: torch.distributed.ProcessGroup | None,
         optimizer: torch.optim.Optimizer | None,
         reserve_bytes: int,
         told: Callable[[int, int], None] | None,
@@ -54,10 +57,11 @@ class AutoSchedule(Schedule):
             self.rule,
             policy,
             context,
+            replicas=replicas,
             known=known,
             wishes=wishes,
             reserve_bytes=reserve_bytes,
-            asked=f"{policy} {wishes} {known}",
+            asked=f"{policy} {wishes} {known} {replicas is not None}",
             told=told,
         )
         self._session = schedule.hand_over()
@@ -77,6 +81,7 @@ def auto(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     *,
     start: str | None = None,
+    slices: int = 1,
     target: Any = None,
     layers: Sequence[str | Sequence[str]] | None = None,
     microbatch_sizes: Sequence[int] | None = None,
@@ -90,10 +95,13 @@ def auto(
     host: bool = False,
     link: str | float | None = None,
     cross_link: str | float | None = None,
+    host_link: str | float = HOST_LINK,
     nodes: Sequence[int] | None = None,
+    measure: Measure = "auto",
     margin: float = MARGIN,
     reserve_bytes: int = RESERVE_BYTES,
     optimizer: torch.optim.Optimizer | None = None,
+    replicas: torch.distributed.ProcessGroup | None = None,
     effort: int = EFFORT,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -111,7 +119,8 @@ def auto(
     is timed any more. The logger "bpipe" says what was chosen, expected and measured. The ranks of a `Loopback` take turns, so
     that their steps tell nothing: the first choice stays.
 
-    Gradients are 1F1B's to the bit, whatever the plan: it changes only when a microbatch is computed.
+    Gradients are 1F1B's to the bit, whatever the plan: it changes only when a microbatch is computed. If results depend on the
+    order, as `Balanced` finds out, the order of `start` stays, and only what leaves the memory is chosen.
 
     Args:
         stages: this rank's `PipelineStage`, or a list of them; or a whole model that `bpipe.split_model` can cut between layers,
@@ -122,25 +131,33 @@ def auto(
         start: for stages, the name of the schedule that they are placed for; default: "1f1b", and for several stages a rank, "zbv"
             if the rank has stages x and 2p-1-x, and "interleaved_1f1b" if it has x, x+p and so on. Give it where p is odd, because
             the rank in the middle has the same two stages either way.
+        slices: for stages that take slices of sequences, how many a microbatch is cut into; further options then are `Seq1F1B`'s.
         target: for a model, what `loss_fn` gets for the batch.
         layers: for a model, as `bpipe.measure_layers` takes them.
         microbatch_sizes: for a model, to choose from; default: such as give p, 2p and 4p microbatches.
         stages_per_rank: for a model, to choose from.
-        device: for a model, the device of this rank's stages.
+        device: for a model, the device of this rank's stages; on rank 0 the model is on one of the same kind.
         group: for a model, the process group, or the rank's place in a `Loopback`; default: all processes.
-        memory_bytes: the most bytes that each rank may use, as `Balanced` takes its `budget`; "auto": what its CUDA device has,
-            and no limit on CPU; None: no limit. A model is cut for numbers only.
-        by: what keeps the memory: "evict", "recompute" or "evict_or_recompute".
+        memory_bytes: the most bytes that each rank may use, static ones included, one number or one for each rank (None: no
+            limit); "auto": what its CUDA device has, and no limit on CPU. A model is cut for numbers only.
+        by: what keeps the memory: "evict", "recompute" or "evict_or_recompute"; stages with skips are never recomputed.
         schedules: names to choose from; default: all.
         parts: the most parts into which a microbatch may be cut to move.
         host: whether activations may go to the host where no rank has room.
         link: between ranks of a node, a name or bytes per second, until steps show it; on CUDA they do not.
         cross_link: between nodes.
+        host_link: between a rank and its host's memory.
         nodes: the node of each rank of the plan.
+        measure: as in `Balanced`; "in_order" also keeps the order of `start`, whatever is measured.
         margin: as in `Balanced`.
         reserve_bytes: as in `Balanced`.
         optimizer: as in `Balanced`.
-        effort: items of work that run while orders are made to measure; 0: named schedules only.
+        replicas: a process group of all ranks that hold the same stages, in other pipelines or in tensor parallelism: all run the
+            plan that the first of them chooses, for sizes that cover all of theirs. Stages that communicate inside, under FSDP2,
+            DDP or tensor parallelism, need it, because they do so in the order of the plan; bpipe does not see other
+            communication. These ranks then compare two numbers in each training step.
+        effort: items of work that run while orders are made to measure; 0: named schedules only. The other ranks wait meanwhile, so
+            that it must end within `timeout_s`.
         seed: of the search.
         progress: called on rank 0 as `progress(done, total)` while it chooses.
         options: further arguments of `Schedule`.
@@ -166,9 +183,10 @@ def auto(
         raise ConfigurationError(f"by={by!r}: choose 'evict', 'recompute' or 'evict_or_recompute'")
     check_count("effort", effort, least=0)
     named = None if schedules is None else tuple(schedules)
+    to_host = advise_inputs.links_of(None, host_link, None, None, ()).link
     if isinstance(stages, nn.Module):
-        if start is not None:
-            raise ConfigurationError("start= says how stages are placed, and this model is not cut yet: leave it out")
+        if start is not None or slices != 1:
+            raise ConfigurationError("start= and slices= are about stages, and this model is not cut yet: leave them out")
         args = batch if isinstance(batch, tuple) else (batch,)
         whole = WholeModel(
             model=stages,
@@ -180,41 +198,62 @@ def auto(
             device=torch.device(device),
             group=group,
         )
-        links = advise_inputs.links_of(None, link, cross_link, nodes, (whole.place[1],))
+        rank, p = whole.place
         cut = whole.cut(
-            budgets=_numbers(memory_bytes, whole.place[1]),
-            links=links,
+            budgets=_numbers(memory_bytes, p),
+            links=advise_inputs.links_of(None, link, cross_link, nodes, (p,)),
+            host_link=to_host,
             schedules=named,
             stages_per_rank=tuple(stages_per_rank),
             parts=parts,
             host=host,
             by=by,
         )
-        stages, batch = cut.stages, cut.choice.plan.num_microbatches
+        stages, batch, start = cut.stages, cut.choice.plan.num_microbatches, cut.choice.plan.name
+        if rank == 0:
+            numbers = " ".join(str(len(names)) for names in cut.choice.stages)
+            RankLog(0).info("auto: cut the model into stages of %s layers; by these alone, best is %s", numbers, cut.choice.name)
     own = stages_of(stages)
     first = next(iter(own.values()))
     p = first.num_stages // len(own)
-    skips = tuple(sorted(set(first.skips.values())))
     if start is None:
-        start = _start(own, p, batch)
-    plan = build(start, first.num_stages, batch, num_ranks=p, skips=skips)
-    to = Destinations(nodes=nodes, host="last" if host else "no")
-    no_limit = memory_bytes is None or (memory_bytes == "auto" and not is_asynchronous(first.device))
-    budget: Budget = (None,) * p if no_limit else memory_bytes
-    policy = Policy(budget=budget, parts=parts, inside=False, to=to, costs=None, sizes=None, margin=margin)
+        start = "seq_1f1b" if slices > 1 and len(own) == 1 else _start(own, p, batch)
+    skips = tuple(sorted(set(first.skips.values())))
+    plan = build(start, first.num_stages, batch, num_ranks=p, skips=skips, slices=slices)
+    is_measured = memory_bytes == "auto" and is_asynchronous(first.device)
+    policy = Policy(
+        budget="auto" if is_measured else _numbers(memory_bytes, p),
+        parts=parts,
+        inside=False,
+        to=Destinations(nodes=nodes, host="last" if host else "no"),
+        costs=None,
+        sizes=None,
+        measure=measure,
+        margin=margin,
+    )
     policy.check(plan)
+    if skips and by == "recompute":
+        raise ConfigurationError("by='recompute' counts no bytes of skips: leave by= out, or give by='evict'")
     links = advise_inputs.links_of(None, link, cross_link, nodes, (p,))
-    known = KnownCosts(assumed=Costs(link=links.link, cross_link=links.cross_link), nodes=nodes)
+    known = KnownCosts(assumed=Costs(link=links.link, cross_link=links.cross_link, host_link=to_host), nodes=nodes)
     wishes = Wishes(schedules=named, by=by, effort=effort, seed=seed)
     schedule = FromPlan(stages, plan, loss_fn, **options)
-    return AutoSchedule(schedule, policy, wishes, known, optimizer, reserve_bytes, progress)
+    return AutoSchedule(schedule, policy, wishes, known, replicas, optimizer, reserve_bytes, progress)
 
 
 def _numbers(memory_bytes: Budget, num_ranks: int) -> Budgets:
-    """Return the budgets for which a model is cut: what a device has free is not known before it has its stages."""
-    if memory_bytes is None or isinstance(memory_bytes, str):
+    """Return the budgets of ranks in numbers; what a device has free is not known before it has its stages."""
+    if memory_bytes is None or memory_bytes == "auto":
         return (None,) * num_ranks
-    return (memory_bytes,) * num_ranks if isinstance(memory_bytes, int) else tuple(memory_bytes)
+    given: list[Any] = [memory_bytes] * num_ranks
+    if isinstance(memory_bytes, Sequence) and not isinstance(memory_bytes, str):
+        given = list(memory_bytes)
+    if len(given) != num_ranks or not all(one is None or (type(one) is int and one >= 1) for one in given):
+        raise ConfigurationError(
+            f"memory_bytes={memory_bytes!r}: give bytes, at least 1, one number or one for each of {num_ranks} ranks (None: no "
+            "limit), or 'auto'"
+        )
+    return tuple(given)
 
 
 def _start(own: Mapping[int, Any], num_ranks: int, num_microbatches: int) -> str:

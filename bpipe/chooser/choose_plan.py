@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
+from bpipe._version import __version__
 from bpipe.api.policy import Way
-from bpipe.chooser.compare import EFFORT, choose
+from bpipe.chooser.compare_plans import EFFORT, choose
 from bpipe.chooser.layers_of import Layers, as_measured, of_profiles, of_transformer
 from bpipe.chooser.plan_choice import Choice
 from bpipe.chooser.question import Load, ModelQuestion
@@ -24,10 +27,13 @@ from bpipe.estimate.transformer import Transformer
 from bpipe.estimate.workload import ModelWorkload
 from bpipe.partition.layers import LayerCost
 from bpipe.passes.fit import Budgets
+from bpipe.schedules import names
 
 __all__ = ["choose_plan"]
 
 Model = str | Transformer | Profile | Sequence[Profile] | Sequence[LayerCost] | Mapping[int, Sequence[LayerCost]]
+
+HOST_LINK = "pcie4"
 
 ASSUMPTIONS = (
     "Each transfer has its link for itself, at full bandwidth and without latency, and does not slow computations down; reducing "
@@ -51,6 +57,7 @@ def choose_plan(
     reserved_bytes: int | None = None,
     link: str | float | None = None,
     cross_link: str | float | None = None,
+    host_link: str | float = HOST_LINK,
     nodes: Sequence[int] | None = None,
     host: bool = False,
     by: Way = "evict_or_recompute",
@@ -81,7 +88,7 @@ def choose_plan(
 
     Args:
         model: a name, a `Transformer`; or layers, as `bpipe.measure_layers` returns them for a microbatch of one row, or for each
-            microbatch size in a dict; or the profiles of stages, which may be joined but not cut.
+            microbatch size in a dict; or the profiles of stages, which may be joined but not cut, or one for all ranks.
         batch: rows of a step of one pipeline.
         num_ranks: p.
         device: a name or a `Device`, for its memory and links, and for the speed of a model by formulas.
@@ -89,6 +96,7 @@ def choose_plan(
         reserved_bytes: of these, set aside for what is not counted; default: 5%.
         link: between ranks of a node, a name ("nvlink3", "pcie4") or bytes per second and direction; default: the device's.
         cross_link: between nodes, which needs `nodes`; default: `link`.
+        host_link: between a rank and its host's memory, in each direction.
         nodes: the node of each rank; default: all on one.
         host: whether activations may go to the host's memory where no rank has room.
         by: what keeps the memory: "evict", "recompute" or "evict_or_recompute".
@@ -124,6 +132,10 @@ def choose_plan(
     check_count("num_ranks", num_ranks)
     check_count("batch", batch)
     check_count("effort", effort, least=0)
+    check_count("parts", parts)
+    for name, numbers in (("slices", slices), ("stages_per_rank", stages_per_rank), ("microbatch_sizes", microbatch_sizes or ())):
+        for number in numbers:
+            check_count(name, number)
     if by not in get_args(Way):
         raise ConfigurationError(f"by={by!r}: choose 'evict', 'recompute' or 'evict_or_recompute'")
     found = advise_inputs.device_of(device)
@@ -148,9 +160,13 @@ def choose_plan(
         layers, working = of_transformer(workload, _sizes(microbatch_sizes, batch, num_ranks, workload.microbatch_sizes))
         share, assumed = (attention_share(workload.model) if attention == "flash" else 0.0), list(workload.assumptions)
     elif profiles:
+        profiles *= num_ranks if len(profiles) == 1 else 1
         known = sorted(set.intersection(*(set(one.microbatch_sizes) for one in profiles)))
         layers = of_profiles(profiles, _sizes(microbatch_sizes, batch, num_ranks, known), bytes_per_parameter)
-        assumed = ["A stage takes as long in the pipeline as it took alone, and as much memory; joined ones take both."]
+        assumed = [
+            "A stage takes as long in the pipeline as it took alone, and as much memory; joined ones take both. If only one was "
+            "measured, all are like it."
+        ]
     else:
         layers = as_measured(model, microbatch_sizes, batch)
         assumed = ["A layer takes as long in a stage as it took alone, and as much memory."]
@@ -160,6 +176,7 @@ def choose_plan(
         batch=batch,
         budgets=_budgets(found, memory_bytes, reserved_bytes, num_ranks),
         links=links,
+        host_link=advise_inputs.links_of(None, host_link, None, None, ()).link,
         working_bytes=working,
         schedules=None if schedules is None else tuple(schedules),
         stages_per_rank=tuple(stages_per_rank),
@@ -176,14 +193,18 @@ def choose_plan(
 def _cached(
     question: ModelQuestion, effort: int, seed: int, cache: Path | None, progress: Callable[[int, int], None] | None
 ) -> Choice:
-    file = None if cache is None else cache / f"{question.fingerprint}-{effort}-{seed}.json"
+    asked = hashlib.sha256(f"{__version__} {names()} {effort} {seed} {question.fingerprint}".encode()).hexdigest()[:32]
+    file = None if cache is None else cache / f"{asked}.json"
     if file is not None and file.exists():
-        return Choice.from_json(file.read_text(encoding="utf-8"))
+        try:
+            return Choice.from_json(file.read_text(encoding="utf-8"))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{file}: {error}: remove the file, and the plan is chosen again") from error
     told = (lambda done: None) if progress is None else (lambda done: progress(round(1000 * done), 1000))
     answer = choose(question, effort=effort, seed=seed, told=told)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_suffix(".part")
+        part = file.with_suffix(f".{os.getpid()}.part")
         part.write_text(answer.to_json(), encoding="utf-8")
         part.replace(file)
     return answer

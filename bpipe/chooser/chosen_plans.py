@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
+from bpipe.api.known_shapes import Shapes
 from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.measured_plans import MeasuredPlans, naming
 from bpipe.api.policy import Way
-from bpipe.chooser.compare import EFFORT, choose
+from bpipe.chooser.compare_plans import EFFORT, choose
 from bpipe.chooser.known_costs import KnownCosts
 from bpipe.chooser.plan_choice import Choice, show_s
 from bpipe.chooser.question import StagesQuestion
+from bpipe.chooser.together import Together, communicate_inside
 from bpipe.comm.health.agreement import StepRecord
 from bpipe.comm.health.clocks import Clocks, Offset, align
 from bpipe.device import is_asynchronous
 from bpipe.device.times import DeviceTimes
 from bpipe.engine.recorder import Recorder
 from bpipe.engine.run import Observer, Run
-from bpipe.errors import AgreementError, BPipeError, BudgetError, CommError, PlanError, format_error
+from bpipe.errors import AgreementError, BPipeError, BudgetError, CommError, ConfigurationError, PlanError, format_error
 from bpipe.memory.recent import Recent
 from bpipe.passes.fit import Budgets
 from bpipe.plan.plan import Plan
@@ -91,6 +95,7 @@ class Track:
 
     known: KnownCosts
     timed: Timed | None = None
+    keeps_order: bool = False  # because results depend on it
     sizes: Sizes | None = None
     budgets: Budgets = ()
     choice: Choice | None = None
@@ -107,6 +112,7 @@ class ChosenPlans(MeasuredPlans):
 
     Args:
         args: the first four of `MeasuredPlans`.
+        replicas: the ranks that hold the same stages in other pipelines: all run the plan that the first of them chooses.
         known: the costs that are known before the first step.
         wishes: what the user allows.
         reserve_bytes: the bytes that stay free on the device with budget "auto".
@@ -117,6 +123,7 @@ class ChosenPlans(MeasuredPlans):
     def __init__(
         self,
         *args: Any,
+        replicas: dist.ProcessGroup | None,
         known: KnownCosts,
         wishes: Wishes,
         reserve_bytes: int,
@@ -124,13 +131,15 @@ class ChosenPlans(MeasuredPlans):
         told: Callable[[int, int], None] | None,
     ) -> None:
         super().__init__(*args, replicas=None, reserve_bytes=reserve_bytes, is_lowest=False, asked=asked)
-        self._prior, self._wishes, self._told = known, wishes, told
+        self._prior, self._wishes, self._told, self._together = known, wishes, told, Together(replicas)
+        self._needs_together = replicas is None
         self._tracks = Recent[StepKey, Track](REMEMBERED_SHAPES)
         self._timed: Timed | None = None  # what follows the step that begins
         self._round = 0  # how often ranks have sent each other their times
         self._sent: tuple[int, bytes] = (-1, b"")  # in the latest round
         self._answered: tuple[int, bytes] = (-1, b"")
         self._failure: Exception | None = None  # to choose, on rank 0
+        self._is_due = False  # to choose again, in the step that begins
 
     @property
     def choice(self) -> Choice | None:
@@ -143,19 +152,46 @@ class ChosenPlans(MeasuredPlans):
         self._timed = None
         if not is_training:
             return super().plan_of(inputs, records, gather, is_training=is_training)
-        track = self._tracks.use((True, tuple(record.form for record in records)), Track(self._prior.copy()))
+        key = True, tuple(record.form for record in records)
+        self._tracks.use(key, Track(self._prior.copy()))
         plan = super().plan_of(inputs, records, gather, is_training=is_training)
-        shapes = self._shapes.latest()
+        shapes, track = self._shapes.latest(), self._tracks[key]
         if shapes.measured is None:
             track.timed = self._timed = self._listen(plan)
             return plan
-        if track.num_steps == WARM + TIMED and not track.is_done:
+        if self._is_due:
             shapes.plan = self.plan = plan = self._chosen_again(track, gather)
         if track.num_steps == WARM and not track.is_done:
             track.timed = self._listen(plan)
         if track.num_steps >= WARM:
             self._timed = track.timed
         track.num_steps += 1
+        return plan
+
+    def _agree_with_replicas(self, shapes: Shapes) -> None:
+        """Forget what any replica has to measure or plan again, and choose again once all replicas have timed enough steps."""
+        track = self._tracks[next(reversed(self._tracks))]
+        is_early = track.is_done or track.num_steps < WARM + TIMED
+        level = 2 if shapes.measured is None else int(shapes.plan is None)
+        level, some_are_early = self._together.most([level, int(is_early)])
+        if level == 2 and shapes.measured is not None:
+            shapes.measured = None
+            self._context.memory.kinds.clear()
+        if level:
+            shapes.plan = None
+        self._is_due = not level and not some_are_early
+
+    def _plan_to_measure(self, gather: Gather) -> Plan:
+        if self._needs_together:
+            answers = gather(lambda source: b"1" if communicate_inside(_chosen(source)._context.modules()) else b"")
+            if any(answers):
+                self._context.guard.known_to_all = error = ConfigurationError(
+                    "stages under FSDP2 or DDP, or in tensor parallelism, communicate in the order of the plan, so that all ranks "
+                    "that hold the same stages have to run the same one: give bpipe.auto(replicas=), a process group of these ranks"
+                )
+                raise error
+        plan = super()._plan_to_measure(gather)
+        self._tracks[next(reversed(self._tracks))].keeps_order = plan is self._in_order
         return plan
 
     def _listen(self, plan: Plan) -> Timed:
@@ -192,16 +228,20 @@ class ChosenPlans(MeasuredPlans):
     def _agreed_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None, states: Sequence[int], gather: Gather) -> Plan:
         key = next(reversed(self._tracks))
         limits: Budgets = (None,) * self._base.num_ranks if budgets is None else tuple(budgets)
+        sizes, limits = self._together.covering(sizes, limits)
         answer = self._ask(key, gather, lambda first, times: first._first_answer(times, key, sizes, limits, states))
         plan, choice = self._accepted(answer, limits)
-        is_done = isinstance(self._context.group, LoopbackGroup)
-        self._tracks[key] = Track(self._tracks[key].known, sizes=sizes, budgets=limits, choice=choice, is_done=is_done)
+        before, is_done = self._tracks[key], isinstance(self._context.group, LoopbackGroup)
+        self._tracks[key] = Track(before.known, None, before.keeps_order, sizes, limits, choice, is_done=is_done)
         self._say(answer.said)
         return plan
 
     def _chosen_again(self, track: Track, gather: Gather) -> Plan:
         key = next(reversed(self._tracks))
         answer = self._ask(key, gather, lambda first, times: first._next_answer(times, key))
+        if answer.refusal:  # there is a plan that works
+            answer = Answer(is_last=True, said=f"{self.plan.name} stays: {answer.refusal}")
+            self._failure = None
         self._say(answer.said)
         track.is_done = answer.is_last
         if not answer.is_new:
@@ -218,7 +258,7 @@ class ChosenPlans(MeasuredPlans):
         answers = gather(lambda source: _chosen(source)._answer(number, times, make))
         try:
             [data] = filter(None, answers)
-            return Answer(**json.loads(data))
+            return Answer(**json.loads(self._together.texts(data.decode())[0]))
         except (ValueError, TypeError) as error:
             raise CommError(f"rank 0 sent an unreadable choice of a plan: {answers!r:.80}") from error
 
@@ -228,7 +268,7 @@ class ChosenPlans(MeasuredPlans):
             return b""
         if self._answered[0] != number:  # a loopback asks once for each of its ranks
             try:
-                answer = make(self, times)
+                answer = make(self, times) if self._together.is_first else Answer()
             except BudgetError as error:
                 answer = Answer(refusal=str(error), is_budget=True)
             except Exception as error:
@@ -253,22 +293,25 @@ class ChosenPlans(MeasuredPlans):
                 if over:
                     raise PlanError(f"rank 0 chose a plan that exceeds the memory of ranks {over}")
                 return choice.plan, choice
-            except PlanError as failure:
-                error = failure
+            except PlanError as wrong:
+                error = wrong
         self._context.guard.known_to_all = error
-        raise error from self._failure
+        failure, self._failure = self._failure, None
+        raise error from failure
 
     def _first_answer(
         self, times: list[bytes], key: StepKey, sizes: Sizes, budgets: Budgets, states: Sequence[int]
     ) -> Answer:
         """Choose a plan for sizes; if no times came, because these steps were timed before, for the known costs."""
-        known = self._tracks[key].known
+        track = self._tracks[key]
         if all(times):
             steps = joined([parse(data, f"rank {rank}") for rank, data in enumerate(times)])
-            known.learn(steps, steps[0].plan)
+            track.known.learn(steps, steps[0].plan)
+        if not track.known.seconds:
+            raise ConfigurationError("an earlier step failed before its times were known: make the schedule anew")
         began = time.perf_counter()
         with naming(states):
-            choice = self._choose(known, sizes, budgets)
+            choice = self._choose(track, sizes, budgets)
         took = time.perf_counter() - began
         said = f"chose {choice.name}: a step of {show_s(choice.step_s)} is expected; choosing took {show_s(took)}"
         return Answer(choice=choice.to_json(), is_new=True, said=said)
@@ -286,33 +329,35 @@ class ChosenPlans(MeasuredPlans):
         said = f"{before.name} took {show_s(taken_s)}, {100 * abs(off):.1f}% {'more' if off > 0 else 'less'} than expected"
         least_s, fastest = min(track.measured, key=lambda one: one[0])
         if least_s < taken_s * (1 - GAIN):
-            back = replace(fastest, step_s=least_s).to_json()
-            return Answer(back, True, True, f"{said}: back to {fastest.name}, which took {show_s(least_s)}")
+            return Answer(fastest.to_json(), True, True, f"{said}: back to {fastest.name}, which took {show_s(least_s)}")
+        why = f"the plan has changed {MOST_CHANGES} times"
         if len(track.measured) <= MOST_CHANGES:
+            why = "nothing is clearly faster"
             again_s = simulate(before.plan, track.known.costs(sizes)).makespan_s
-            choice = self._choose(track.known, sizes, track.budgets)
-            is_tried = any(one.plan.actions == choice.plan.actions for _, one in track.measured)
-            if choice.step_s < again_s * (1 - GAIN) and not is_tried:
+            choice = self._choose(track, sizes, track.budgets)
+            if any(one.plan.actions == choice.plan.actions for _, one in track.measured):
+                why = "what would be faster was tried"
+            elif choice.step_s < again_s * (1 - GAIN):
                 gain = f"{100 * (1 - choice.step_s / again_s):.1f}%"
                 return Answer(choice.to_json(), True, False, f"{said}: {choice.name} takes its place, to save {gain}")
-        return Answer(is_last=True, said=f"{said}: it stays, because nothing is clearly faster")
+        return Answer(is_last=True, said=f"{said}: it stays, because {why}")
 
-    def _choose(self, known: KnownCosts, sizes: Sizes, budgets: Budgets) -> Choice:
+    def _choose(self, track: Track, sizes: Sizes, budgets: Budgets) -> Choice:
         base, wishes, told = self._base, self._wishes, self._told
         question = StagesQuestion(
             stage_ranks=base.stage_ranks,
             num_microbatches=base.num_microbatches,
-            costs=known.costs(sizes),
+            costs=track.known.costs(sizes),
             sizes=sizes,
             budgets=budgets,
             to=self._policy.to,
             by=wishes.by,
-            schedules=wishes.schedules,
+            schedules=(base.name,) if track.keeps_order else wishes.schedules,
             slices=(base.slices,),
             skips=base.skips,
         )
         tell: Callable[[float], None] = (lambda done: None) if told is None else (lambda done: told(round(1000 * done), 1000))
-        return choose(question, effort=wishes.effort, seed=wishes.seed, told=tell)
+        return choose(question, effort=0 if track.keeps_order else wishes.effort, seed=wishes.seed, told=tell)
 
 
 def _chosen(source: PlanSource) -> ChosenPlans:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bpipe.partition.cut_search import Ends, even, improved, narrowest, pieces
+from bpipe.partition.cut_search import Ends, improved, most_alike, narrowest, pieces
 from bpipe.partition.layers import Chain
 from bpipe.passes.fit import Budgets
 
@@ -37,7 +37,7 @@ class _Cut:
 
     def found(self) -> Ends:
         n, s = len(self._chain), len(self._stage_ranks)
-        starts = [even(n, s), narrowest(n, s, self._seconds, self._fits), narrowest(n, s, self._bytes)]
+        starts = [most_alike(n, s, self._seconds), narrowest(n, s, self._seconds, self._fits), narrowest(n, s, self._bytes)]
         return improved([start for start in starts if start is not None], self._score, num_kicks=0)
 
     def excess(self, ends: Ends) -> float:
@@ -55,7 +55,8 @@ class _Cut:
         of_rank = [0.0] * len(self._budgets)
         for rank, seconds in zip(self._stage_ranks, of_stage):
             of_rank[rank] += seconds
-        return self.excess(ends), max(of_rank), max(of_stage), sum(seconds * seconds for seconds in of_stage)
+        slowest = (float(f"{max(seconds):.9g}") for seconds in (of_rank, of_stage))  # without rounding errors
+        return self.excess(ends), *slowest, sum(seconds * seconds for seconds in of_stage)
 
     def _seconds(self, stage: int, start: int, end: int) -> float:
         return self._chain.seconds(start, end)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, fields
 from statistics import median
 from typing import Any
 
@@ -30,13 +31,13 @@ class KnownCosts:
 
     assumed: Costs = field(default_factory=Costs)
     nodes: Sequence[int] | None = None
-    seconds: dict[str, list[float]] = field(default_factory=dict)  # of each operation that has run, by stage
+    seconds: dict[str, list[list[float]]] = field(default_factory=dict)  # of each operation that has run, by stage and slice
     links: dict[str, Link] = field(default_factory=dict)
     slowdown: float | None = None
 
     def copy(self) -> KnownCosts:
         """Return costs that learn by themselves."""
-        return replace(self, seconds=dict(self.seconds), links=dict(self.links))
+        return deepcopy(self)
 
     def learn(self, steps: Sequence[Measured], plan: Plan) -> None:
         """Take the costs of some steps of a plan in place of what was known."""
@@ -44,21 +45,36 @@ class KnownCosts:
         for name in OPERATIONS:
             series = getattr(found, name)
             if isinstance(series, Sequence) and name in _run_by(plan):
-                self.seconds[name] = [median(one) if isinstance(one, Sequence) else one for one in series]
+                self.seconds[name] = [[median(one[slice_ :: plan.slices]) for slice_ in range(plan.slices)] for one in series]
+        self.bring_together(_run_by(plan))
         for name in LINKS:
             if (link := getattr(found, name)) not in (None, Link()):
                 self.links[name] = link
-        self.slowdown = found.slowdown if found.slowdown > 1 else self.slowdown
+        self.slowdown = found.slowdown
+
+    def bring_together(self, latest: set[str]) -> None:
+        """Let whole backwards and their halves take equally long, as the latest of these were measured."""
+        if not {"backward_s", "input_s", "weight_s"} <= self.seconds.keys() or {"backward_s", "input_s"} <= latest:
+            return
+        whole, inputs, weights = (self.seconds[name] for name in ("backward_s", "input_s", "weight_s"))
+        for of_stage in zip(whole, inputs, weights):
+            for slice_, (b, i, w) in enumerate(zip(*of_stage)):
+                if "input_s" in latest or i + w == 0:
+                    of_stage[0][slice_] = i + w
+                else:
+                    of_stage[1][slice_], of_stage[2][slice_] = b * i / (i + w), b * w / (i + w)
 
     def costs(self, sizes: Sizes) -> Costs:
         """Return all costs: a whole backward takes as long as its halves, and each half as much of it, until they have run."""
         known: dict[str, Any] = {one.name: getattr(self.assumed, one.name) for one in fields(Costs)}
-        known |= self.seconds
-        halves = self.seconds.get("input_s"), self.seconds.get("weight_s")
-        if "backward_s" not in self.seconds and halves[0] is not None and halves[1] is not None:
-            known["backward_s"] = list(map(float.__add__, halves[0], halves[1]))
+        seconds = dict(self.seconds)
+        if "backward_s" not in seconds and "input_s" in seconds:
+            halves = zip(seconds["input_s"], seconds["weight_s"])
+            seconds["backward_s"] = [list(map(float.__add__, *of_stage)) for of_stage in halves]
+        for name, stages in seconds.items():
+            known[name] = [of_slices if len(of_slices) > 1 else of_slices[0] for of_slices in stages]
         known |= self.links
-        known["slowdown"] = self.slowdown or self.assumed.slowdown
+        known["slowdown"] = self.assumed.slowdown if self.slowdown is None else self.slowdown
         known["nodes"] = self.nodes
         known["saved_bytes"] = [stage.saved for stage in sizes.stages]
         known["movable_bytes"] = [stage.movable for stage in sizes.stages]

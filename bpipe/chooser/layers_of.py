@@ -89,8 +89,10 @@ def as_measured(layers: Any, sizes: Sequence[int] | None, batch: int) -> Layers:
         if batch % size == 0 and (sizes is None or size in sizes):
             found[Load(size)] = tuple(some)
     if not found:
+        wanted = "" if sizes is None else f", and is among microbatch_sizes={list(sizes)}"
         raise ConfigurationError(
-            f"none of the microbatch sizes {sorted(given)} divides a batch of {batch}: measure layers at one that does"
+            f"none of the microbatch sizes {sorted(given)} of the layers divides a batch of {batch}{wanted}: measure them at one "
+            "that does"
         )
     if len({tuple(one.names for one in some) for some in found.values()}) > 1:
         raise ConfigurationError("layers of different microbatch sizes have different names: measure the same layers at each")

@@ -45,7 +45,7 @@ class Choice:
         recomputation: inside each layer, such as "selective"; empty if layers run as they were measured.
         name: the plan in words.
         step_s: its simulated step, in seconds.
-        bound_s: seconds below which no step of these stages with this load can be, whatever the order, within the budgets.
+        bound_s: seconds below which no step of the same computations on these stages can be, in any order and with any memory.
         device_peak_bytes: predicted for each rank: everything that its device holds.
         budgets: the bytes that each rank may hold; None: no limit.
         others: the best of each other kind, the fastest first.
@@ -108,8 +108,8 @@ class Choice:
         gap = self.step_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
         lines = [
             f"Run {self.name}: a step of {show_s(self.step_s)}, simulated.",
-            f"Fullest: rank {rank}, {show_bytes(peak)}{of}. No order of these stages is more than {100 * gap:.1f}% faster.",
-            f"Layers of each stage: {' '.join(str(len(names)) for names in self.stages)}.",
+            f"Fullest: rank {rank}, {show_bytes(peak)}{of}. No order of these computations is more than {100 * gap:.1f}% faster.",
+            *([f"Layers of each stage: {' '.join(str(len(names)) for names in self.stages)}."] if self.microbatch_size else []),
             "",
             "The best of the other kinds:",
             *_table([(one.name, self._times(one), one.reason) for one in self.others]),

@@ -20,7 +20,7 @@ from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 from bpipe.schedules.rule import Placement, Rule
 from bpipe.search.setting import Setting
-from bpipe.simulator.costs import Costs
+from bpipe.simulator.costs import Costs, Link
 from bpipe.tools.balancing import sizes_of
 
 __all__: list[str] = []
@@ -81,6 +81,7 @@ class ModelQuestion:
         batch: rows of a step of this pipeline.
         budgets: the bytes that each rank may hold, static ones included; None: no limit.
         links: between ranks, and the node of each.
+        host_link: between a rank and its host's memory; None: like `links.link`.
         working_bytes: of each load, what no plan counts and each rank must have free beside the budget.
         schedules: see `Question`.
         stages_per_rank: to choose from.
@@ -96,6 +97,7 @@ class ModelQuestion:
     batch: int
     budgets: Budgets
     links: Links
+    host_link: Link | None = None
     working_bytes: Mapping[Load, int] = field(default_factory=dict)
     schedules: tuple[str, ...] | None = None
     stages_per_rank: tuple[int, ...] = (1, 2)
@@ -150,6 +152,7 @@ class ModelQuestion:
             static_bytes=[chain.static_bytes(*piece) for piece in stages],
             link=self.links.link,
             cross_link=self.links.cross_link,
+            host_link=self.host_link,
             nodes=self.links.nodes,
         )
 

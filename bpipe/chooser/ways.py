@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, cached_property
 
 from bpipe.chooser.question import Layout, Question
+from bpipe.chooser.reasons import Spent
 from bpipe.errors import ConfigurationError
 from bpipe.plan.action import Op
 from bpipe.plan.plan import Plan
@@ -35,7 +36,8 @@ class Way:
             if begin_s[rank] < 0:
                 begin_s[rank] = before_s
             forward_s = costs.seconds(Op.F, stage, 0)
-            rank_s[rank] += m * (forward_s + costs.seconds(Op.B, stage, 0))
+            halves_s = costs.seconds(Op.I, stage, 0) + costs.seconds(Op.W, stage, 0)
+            rank_s[rank] += m * (forward_s + min(costs.seconds(Op.B, stage, 0), halves_s))
             before_s += forward_s / self.layout.slices
         return max(map(float.__add__, rank_s, begin_s))
 
@@ -48,6 +50,11 @@ class Way:
     def setting(self) -> Setting:
         """What the plan is searched for."""
         return self.question.setting_of(self.layout, self._computations)
+
+    @cached_property
+    def spent(self) -> Spent:
+        """What the order spends its step on, if memory is no matter."""
+        return Spent.of_order(self.order, self.setting.costs)
 
     @property
     def _computations(self) -> Plan:
@@ -68,7 +75,7 @@ def ways_of(question: Question) -> Iterator[Way]:
         ConfigurationError: a schedule that was asked for learns something else, or needs the model twice.
     """
     for rule in _rules(question):
-        if question.num_ranks > 1 or rule.name == "1f1b":
+        if question.num_ranks > 1 or rule.name == "1f1b" or question.schedules is not None:
             for layout in question.layouts(rule):
                 yield Way(question, rule, layout)
 

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bpipe.api.loopback import LoopbackGroup
-from bpipe.chooser.compare import choose
+from bpipe.chooser.compare_plans import choose
 from bpipe.chooser.plan_choice import Choice
 from bpipe.chooser.question import Load, ModelQuestion
-from bpipe.comm.transport.process_group import device_of
+from bpipe.chooser.together import texts_of
 from bpipe.errors import AgreementError, ConfigurationError, format_error
 from bpipe.model.stage import PipelineStage
 from bpipe.partition.measure import measure_layers
@@ -71,7 +71,8 @@ class WholeModel:
             question: arguments of `ModelQuestion` beside the layers, the ranks and the batch.
 
         Raises:
-            ConfigurationError: the batch has no rows, or no size divides them; or what `measure_layers` refuses.
+            ConfigurationError: the batch has no rows, or no size divides them; the model is on another kind of device than its
+                stages will be; or what `measure_layers` refuses.
             BudgetError: on rank 0, nothing keeps the memory.
             AgreementError: on the others, rank 0 failed.
         """
@@ -89,7 +90,8 @@ class WholeModel:
         """Return the choice of rank 0, as JSON; raise on all ranks if it failed."""
         group = self.group
         if isinstance(group, LoopbackGroup):
-            asked = ("whole model", id(self.model), id(self.loss_fn), repr(question))
+            shapes = [(one.shape, one.dtype) for one in tree_leaves((self.batch, self.target)) if isinstance(one, torch.Tensor)]
+            asked = ("whole model", self.model, self.loss_fn, self.layers, self.microbatch_sizes, shapes, question)
             return str(group.loopback.once(asked, lambda: self._chosen(num_ranks, question)))
         failure: Exception | None = None
         text = ""
@@ -98,7 +100,7 @@ class WholeModel:
                 text = "+" + self._chosen(num_ranks, question)
             except Exception as error:
                 failure, text = error, f"-{format_error(error)}"
-        text = _broadcast(text, group)
+        text = texts_of(text, group)[0]
         if failure is not None:
             raise failure
         if text[:1] != "+":
@@ -107,6 +109,11 @@ class WholeModel:
 
     def _chosen(self, num_ranks: int, question: dict[str, Any]) -> str:
         rows = _rows(self.batch)
+        if elsewhere := {one.device.type for one in self.model.parameters()} - {self.device.type}:
+            raise ConfigurationError(
+                f"the model is on {', '.join(sorted(elsewhere))}, and its stages will be on {self.device.type}, where layers take "
+                "other times: move it there first on rank 0, or cut it by bpipe.choose_plan and bpipe.split_model"
+            )
         layers = {
             Load(size): measure_layers(
                 self.model,
@@ -145,14 +152,3 @@ def _first_rows(values: Any, rows: int, size: int) -> Any:
     """Return the first microbatch: of each tensor with the batch's rows, the first of them."""
     return tree_map_only(torch.Tensor, lambda one: one[:size] if one.dim() and one.shape[0] == rows else one, values)
 
-
-def _broadcast(text: str, group: Any) -> str:
-    """Return the text that rank 0 gives. Collective."""
-    where = device_of(group)
-    data = text.encode()
-    length = torch.tensor([len(data)], device=where)
-    dist.broadcast(length, group_src=0, group=group)
-    packed = torch.zeros(int(length), dtype=torch.uint8, device=where)
-    packed[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(where) if data else packed[:0]
-    dist.broadcast(packed, group_src=0, group=group)
-    return bytes(packed.cpu().tolist()).decode()

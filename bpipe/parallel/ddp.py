@@ -34,7 +34,7 @@ class Replicated:
     """The modules of one rank's stages that are under DDP, during one step. Their backwards run as a whole."""
 
     def __init__(self, stages: Mapping[int, ModuleSnapshot], lane: Iterable[Action]) -> None:
-        found = {index: replicas for index, parts in stages.items() if (replicas := _replicas(parts.modules))}
+        found = {index: replicas for index, parts in stages.items() if (replicas := replicas_in(parts.modules))}
         self._last = last_of(lane, (Op.B, Op.I)) if found else {}  # W actions do nothing here
         self.stages = {index: replicas for index, replicas in found.items() if index in self._last}
         self._reducing: dict[int, list[DistributedDataParallel]] = {}
@@ -75,13 +75,13 @@ class Replicated:
 
 def equalise_buffers(modules: Iterable[nn.Module]) -> None:
     """Make the buffers of replicas equal as the next forward would: a forward that runs twice must find the same values."""
-    for replica in _replicas(modules):
+    for replica in replicas_in(modules):
         if replica._check_sync_bufs_pre_fwd():
             replica._sync_buffers()
             replica.require_forward_param_sync = False
 
 
-def _replicas(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
+def replicas_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
     return [one for one in modules if isinstance(one, DistributedDataParallel)]
 
 

@@ -35,7 +35,7 @@ GATHERED = "_unsharded_param"
 
 def trained(modules: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that an optimizer trains: the sharded ones for those that FSDP2 has gathered in their place."""
-    groups = [group for unit in _units(modules) for group in _groups(unit._get_fsdp_state())]
+    groups = [group for unit in units_in(modules) for group in _groups(unit._get_fsdp_state())]
     kept = {id(one._unsharded_param): one.sharded_param for group in groups for one in group.fsdp_params if hasattr(one, GATHERED)}
     return [kept.get(id(parameter), parameter) for parameter in parameters]
 
@@ -44,7 +44,7 @@ class Sharding:
     """The data parallelism of one rank's stages during one step."""
 
     def __init__(self, stages: Mapping[int, ModuleSnapshot], lane: Sequence[Action]) -> None:
-        units = {index: _units(parts.modules) for index, parts in stages.items()}
+        units = {index: units_in(parts.modules) for index, parts in stages.items()}
         planned = {action.stage for action in lane if action.op in SHARDING and action.peer is None}
         self._last = last_of(lane, BACKWARDS) if any(units.values()) else {}
         self._stages = {
@@ -237,7 +237,7 @@ def _unsharded_gradient(parameter: Any) -> torch.Tensor | None:
     return parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
 
 
-def _units(modules: Iterable[nn.Module]) -> list[Any]:
+def units_in(modules: Iterable[nn.Module]) -> list[Any]:
     """Return the modules under FSDP, from the outermost in. Without FSDP loaded there are none, and loading it takes a second."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [unit for unit in modules if isinstance(unit, fsdp.FSDPModule)]

@@ -50,3 +50,4 @@ def _row_difference(group: dist.ProcessGroup, rows: torch.Tensor) -> str:
         f"replicas differ: for a microbatch of stage {int(rows[0, 0])}, rank {ranks[0]} has {here} {COMPARED[column - 1]} bytes "
         f"and rank {ranks[1]} has {there}. Give all replicas microbatches of the same shapes."
     )
+

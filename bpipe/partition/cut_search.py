@@ -48,6 +48,27 @@ def narrowest(num_layers: int, num_stages: int, cost: Cost, fits: Callable[[int,
         choices.append(chosen)
     if best[num_layers] == inf:
         return None
+    return _ends(choices, num_layers)
+
+
+def most_alike(num_layers: int, num_stages: int, cost: Cost) -> Ends:
+    """Cut so that stages cost as much as each other, by dynamic programming: the sum of the squares of their costs is minimal."""
+    best = [0.0, *[inf] * num_layers]
+    choices: list[list[int]] = []
+    for stage in range(num_stages):
+        least, chosen = [inf] * (num_layers + 1), [-1] * (num_layers + 1)
+        for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
+            for start in range(stage, end):
+                total = best[start] + cost(stage, start, end) ** 2
+                if total < least[end]:
+                    least[end], chosen[end] = total, start
+        best = least
+        choices.append(chosen)
+    return _ends(choices, num_layers)
+
+
+def _ends(choices: Sequence[Sequence[int]], num_layers: int) -> Ends:
+    """Return the ends of the stages, given for each stage where it begins for each end."""
     ends = [num_layers]
     for chosen in reversed(choices):
         ends.append(chosen[ends[-1]])

@@ -9,14 +9,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import bpipe
 from bpipe.errors import AgreementError, BudgetError, ConfigurationError
 from tests.ranks import run_ranks
-from tests.sleepers import Sleeper
+from tests.sleepers import Sleeper, SlicedSleeper
 from tests.tries import holds_in_one_try
 
-P, M, WIDTH, STEPS = 4, 8, 16, 12
+P, M, WIDTH, STEPS = 4, 8, 16, 8
 
 
 class Ran(NamedTuple):
@@ -119,6 +122,171 @@ def test_another_plan_takes_its_place_if_costs_were_wrong() -> None:
         return len(set(ran[0].plans)) >= 3 and any("takes its place" in text for text in said)
 
     holds_in_one_try(measure, holds)
+
+
+def sharded(rank: int, how: str) -> tuple[list[str], list[torch.Tensor]]:
+    """Two pipelines of two ranks with two stages each in a V, whose weights are sharded over the pipelines."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    place, pipeline = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    stages = []
+    for index in (place, 3 - place):
+        torch.manual_seed(index)
+        module = nn.Sequential(Block(WIDTH), Sleeper(0.01 if index % 2 == pipeline and how == "auto" else 0.001, 64))
+        fully_shard(module, mesh=mesh["dp"])
+        stages.append(bpipe.PipelineStage(module, index, 4, "cpu", group=mesh["pp"].get_group()))
+    replicas = mesh["dp"].get_group()
+    if how == "plain":
+        schedule: Any = bpipe.ZBV(stages, M, nn.functional.mse_loss)
+    else:
+        wishes = {"effort": 20_000, "seed": pipeline, "replicas": replicas if how == "auto" else None}
+        schedule = bpipe.auto(stages, M, nn.functional.mse_loss, start="zbv", **wishes)
+    plans, torch_generator = [], torch.Generator().manual_seed(pipeline)
+    for _ in range(STEPS):
+        x = torch.randn(2 * M, WIDTH, generator=torch_generator)
+        for stage in stages:
+            stage.submod.zero_grad()
+        schedule.step(x, target=x, return_outputs=False)
+        plans.append(schedule.plan.fingerprint())
+    gradients = [one.grad.to_local().clone() for stage in stages for one in stage.submod.parameters()]
+    schedule.close()
+    return plans, gradients
+
+
+def test_replicas_run_the_same_plan() -> None:
+    """Other stages are slow in one pipeline than in the other, so that each would choose another order by itself."""
+    chosen, plain = (run_ranks(sharded, 4, how) for how in ("auto", "plain"))
+    assert all(plans == chosen[0][0] for plans, _ in chosen)
+    assert len(set(chosen[0][0])) > 1
+    for (_, gradients), (_, expected) in zip(chosen, plain):
+        assert all(map(torch.equal, gradients, expected))
+
+
+def test_sharded_stages_need_replicas() -> None:
+    for error in run_ranks(sharded, 4, "alone", expect_errors=True):
+        assert isinstance(error, ConfigurationError)
+        assert "give bpipe.auto(replicas=)" in str(error)
+
+
+class Growing(nn.Module):
+    """A stage whose microbatches save more from some forward on."""
+
+    def __init__(self, grows_at: int) -> None:
+        super().__init__()
+        self.block, self.grows_at, self.num_forwards = Block(WIDTH), grows_at, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_forwards += 1
+        y = self.block(x)
+        return y.exp().log() if self.num_forwards > self.grows_at else y
+
+
+def with_replicas(rank: int, grows_after: int | None) -> tuple[list[str], list[str]]:
+    """Two pipelines of two ranks, of which the second one's microbatches grow after some steps, or which has more static bytes."""
+    kept, mesh = Kept(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    place, pipeline = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    module = Growing(M * grows_after if grows_after is not None and pipeline == 1 else 10**6)
+    if grows_after is None and pipeline == 1:
+        module.register_buffer("extra", torch.zeros(20_000))
+    stage = bpipe.PipelineStage(module, place, 2, "cpu", group=mesh["pp"].get_group())
+    limit = 30_000 if grows_after is None else None
+    wishes = {"effort": 0, "timeout_s": 30.0, "memory_bytes": limit}
+    schedule = bpipe.auto(stage, M, nn.functional.mse_loss, replicas=mesh["dp"].get_group(), **wishes)
+    plans, x = [], torch.ones(2 * M, WIDTH)
+    for _ in range(STEPS + 4):
+        schedule.step(x, target=x, return_outputs=False)
+        plans.append(schedule.plan.fingerprint())
+    schedule.close()
+    return plans, kept.texts
+
+
+@pytest.mark.parametrize("grows_after", [1, 4, 9])
+def test_microbatches_of_one_replica_grow(grows_after: int) -> None:
+    """All replicas measure again, whether they wait for a first plan, time one, or have done with that."""
+    ran = run_ranks(with_replicas, 4, grows_after)
+    assert all(plans == ran[0][0] for plans, _ in ran)
+    for pipeline in (0, 1):
+        said = [text for rank in (0, 2) for text in ran[rank][1]] if pipeline == 0 else ran[2][1]
+        assert sum("making the plan for the measured sizes" in text for text in said) >= 2
+
+
+def test_one_replica_has_too_little_memory() -> None:
+    for error in run_ranks(with_replicas, 4, None, expect_errors=True):
+        assert isinstance(error, BudgetError)
+
+
+def in_tensor_parallelism(rank: int, with_group: bool) -> tuple[list[str], list[torch.Tensor]]:
+    """A pipeline of two ranks for each of two tensor-parallel ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "pp"))
+    place = mesh["pp"].get_local_rank()
+    stages = []
+    for index in (place, 3 - place):
+        torch.manual_seed(index)
+        module = parallelize_module(Block(WIDTH), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        stages.append(bpipe.PipelineStage(module, index, 4, "cpu", group=mesh["pp"].get_group()))
+    wishes = {"effort": 20_000, "replicas": mesh["tp"].get_group() if with_group else None}
+    schedule = bpipe.auto(stages, M, nn.functional.mse_loss, start="zbv", **wishes)
+    plans, x = [], torch.ones(2 * M, WIDTH)
+    for _ in range(STEPS):
+        schedule.step(x, target=x, return_outputs=False)
+        plans.append(schedule.plan.fingerprint())
+    gradients = [one.grad.full_tensor() for stage in stages for one in stage.submod.parameters()]
+    schedule.close()
+    return plans, gradients
+
+
+def test_tensor_parallel_ranks_run_the_same_plan() -> None:
+    ran = run_ranks(in_tensor_parallelism, 4, True)
+    assert all(plans == ran[0][0] for plans, _ in ran)
+    for error in run_ranks(in_tensor_parallelism, 4, False, expect_errors=True):
+        assert isinstance(error, ConfigurationError) and "in tensor parallelism" in str(error)
+
+
+def test_a_second_choice_that_fails_keeps_the_plan() -> None:
+    ran = run_ranks(failing_to_choose_again, P)
+    assert all(plans == ran[0][0] for plans, _ in ran) and len(set(ran[0][0][1:])) == 1
+    assert any("stays: rank 0 cannot choose a plan: ZeroDivisionError" in text for text in ran[0][1])
+
+
+def failing_to_choose_again(rank: int) -> tuple[list[str], list[str]]:
+    kept, num_choices = Kept(), 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal num_choices
+        num_choices += done == total
+        if num_choices and done == 0:
+            raise ZeroDivisionError
+
+    stage = bpipe.PipelineStage(Block(WIDTH), rank, P, "cpu")
+    schedule = bpipe.auto(stage, M, nn.functional.mse_loss, effort=0, progress=progress)
+    plans, x = [], torch.ones(M, WIDTH)
+    for _ in range(8):
+        schedule.step(x, target=x, return_outputs=False)
+        plans.append(schedule.plan.fingerprint())
+    schedule.close()
+    return plans, kept.texts
+
+
+def test_an_optimizer_that_steps_late() -> None:
+    """Its states make a new plan at the time at which the first one is due to be chosen again; all goes on."""
+    for late in range(4, 8):
+        ran = run_ranks(stepping_late, 2, late)
+        assert ran[0][0] == ran[1][0]
+        assert any("have made new states" in text for text in ran[0][1])
+        assert any("it stays" in text or "takes its place" in text for text in ran[0][1])
+        assert not any("cannot choose" in text for text in ran[0][1])
+
+
+def stepping_late(rank: int, late: int) -> tuple[list[str], list[str]]:
+    kept, module = Kept(), Block(WIDTH)
+    schedule = bpipe.auto(bpipe.PipelineStage(module, rank, 2, "cpu"), M, nn.functional.mse_loss, effort=0)
+    optimizer, plans, x = torch.optim.Adam(module.parameters()), [], torch.ones(M, WIDTH)
+    for step in range(late + 8):
+        schedule.step(x, target=x, return_outputs=False)
+        plans.append(schedule.plan.fingerprint())
+        if step >= late:
+            optimizer.step()
+    schedule.close()
+    return plans, kept.texts
 
 
 def test_ranks_with_other_arguments() -> None:
@@ -252,6 +420,50 @@ def test_placements_that_tell_nothing(places: list[int], p: int, said: str) -> N
     with pytest.raises(ConfigurationError) as caught:
         bpipe.auto(stages_in_a_loopback(places, p), M, nn.functional.mse_loss)
     assert said in str(caught.value)
+
+
+def test_stages_that_take_slices() -> None:
+    loopback = bpipe.Loopback(2)
+    torch.manual_seed(0)
+    stages = [
+        bpipe.PipelineStage(SlicedSleeper(Sleeper(0.0, 1000 * (rank + 1))), rank, 2, "cpu", group=loopback.rank(rank))
+        for rank in range(2)
+    ]
+    schedules = [bpipe.auto(stage, 4, nn.functional.mse_loss, slices=2, effort=20_000) for stage in stages]
+    x = torch.ones(4, 8, 3)
+    for _ in range(3):
+        loopback.step(schedules, x, target=x, return_outputs=False)
+    assert schedules[0].plan.slices == 2 and schedules[0].choice.name.startswith(("seq_1f1b", "tera_pipe", "an order made"))
+    assert any("tera_pipe" in one.name or "seq_1f1b" in one.name for one in schedules[0].choice.others)
+
+
+@pytest.mark.parametrize("per_rank", [1, 2])
+def test_a_whole_model_over_an_odd_number_of_ranks(per_rank: int) -> None:
+    loopback, x = bpipe.Loopback(3), torch.ones(12, WIDTH)
+    whole = nn.Sequential(*(Block(WIDTH) for _ in range(6)))
+    wishes: dict[str, Any] = {"target": x, "stages_per_rank": (per_rank,), "effort": 0}
+    schedules = [bpipe.auto(whole, x, nn.functional.mse_loss, group=loopback.rank(rank), **wishes) for rank in range(3)]
+    for _ in range(2):
+        loopback.step(schedules, x, target=x, return_outputs=False)
+    assert schedules[0].plan.num_stages == 3 * per_rank
+    larger = torch.ones(24, WIDTH)
+    wishes |= {"microbatch_sizes": [1], "target": larger}
+    again = bpipe.auto(whole, larger, nn.functional.mse_loss, group=loopback.rank(0), **wishes)
+    assert again.plan.num_microbatches == 24
+
+
+@pytest.mark.parametrize("memory", [[1, 2, 3], 1.5, 0, -5, True, "lowest"])
+def test_memory_that_is_none(memory: Any) -> None:
+    for stages, batch in ((nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(8, 4)), (None, 8)):
+        loopback = bpipe.Loopback(2)
+        given = stages if stages is not None else bpipe.PipelineStage(nn.Linear(4, 4), 0, 2, "cpu", group=loopback.rank(0))
+        with pytest.raises(ConfigurationError, match="memory_bytes="):
+            bpipe.auto(given, batch, nn.functional.mse_loss, group=loopback.rank(0), memory_bytes=memory)
+
+
+def test_a_model_is_measured_where_it_will_be() -> None:
+    with pytest.raises(ConfigurationError, match="the model is on cpu, and its stages will be on meta"):
+        bpipe.auto(nn.Linear(4, 4), torch.ones(8, 4), device="meta", group=bpipe.Loopback(1).rank(0))
 
 
 def test_a_form_of_inputs_has_its_own_plan() -> None:

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from bpipe.chooser.choose_plan import choose_plan
+from bpipe.chooser.compare_plans import choose
+from bpipe.chooser.known_costs import KnownCosts
 from bpipe.chooser.plan_choice import Choice
+from bpipe.chooser.question import StagesQuestion
 from bpipe.errors import BPipeError, BudgetError, ConfigurationError
 from bpipe.estimate import Measurement, Profile
 from bpipe.partition import LayerCost, choose_stages
@@ -20,6 +23,7 @@ from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.schedules import Costs, Link, Plan, build, finish, simulate, verify
 from bpipe.tools.balancing import sizes_of
 from tests.schedules.replay import occupied_bytes, replay
+from tests.thinned import thinned
 
 P, BATCH = 4, 16
 
@@ -63,7 +67,7 @@ def named_by_hand(layers: list[LayerCost], budget: int, link: float) -> float:
     return min(steps)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", thinned([(seed,) for seed in range(6)], lambda seed: seed == 1))
 def test_never_slower_than_what_is_chosen_by_hand(seed: int) -> None:
     layers, link = layers_of(seed), (inf, 2000.0, 500.0)[seed % 3]
     budget = (24_000, 16_000)[seed % 2]
@@ -84,7 +88,7 @@ def check(choice: Choice, budget: int | None) -> None:
     assert Choice.from_json(choice.to_json()) == choice
     assert choice.others and all(one.reason for one in choice.others)
     assert len({one.kind for one in choice.others}) == len(choice.others)
-    assert all(one.step_s in (None, one.least_s) for one in choice.others)
+    assert all(one.least_s >= choice.bound_s * (1 - 1e-9) or one.kind[:4] != choice.name[:4] for one in choice.others)
 
 
 def test_the_stages_are_the_model() -> None:
@@ -123,10 +127,38 @@ def test_slow_links_are_not_evicted_over() -> None:
     check(slow, 3100)
 
 
+def test_the_host_where_no_rank_has_room() -> None:
+    layers = [LayerCost(names=(f"{i}",), forward_s=1.0, backward_s=2.0, saved_bytes=1000, output_bytes=1) for i in range(6)]
+    of = ["1f1b", "zb_h1"]
+    wishes: dict[str, Any] = {"num_ranks": 6, "memory_bytes": 3100, "reserved_bytes": 0, "by": "evict", "schedules": of}
+    with pytest.raises(BudgetError, match=r"inside layers, or host=True$"):
+        choose_plan(layers, batch=12, effort=0, **wishes)
+    fast, slow = (choose_plan(layers, batch=12, effort=0, host=True, host_link=rate, **wishes) for rate in (1e6, 200.0))
+    assert "offload to the host" in fast.name and fast.step_s < slow.step_s
+    check(fast, 3100)
+
+
 def test_slices_are_only_chosen_where_they_are_allowed() -> None:
     layers = [LayerCost(names=(f"{i}",), forward_s=1.0, backward_s=2.0, saved_bytes=1000) for i in range(P)]
     whole, sliced = (choose_plan(layers, batch=4, num_ranks=P, effort=0, slices=slices) for slices in ((1,), (1, 4)))
     assert whole.plan.slices == 1 and sliced.plan.slices == 4 and sliced.step_s < whole.step_s
+
+
+def test_static_bytes_decide_where_to_cut() -> None:
+    """The first layers are fast and have many parameters: cut by time, they would all be on one rank."""
+    fast, slow = ({"saved_bytes": 10, "forward_s": s, "backward_s": 1.0, "static_bytes": n} for s, n in ((0.1, 900), (1.0, 10)))
+    layers = [LayerCost(names=(f"{i}",), **(fast if i < 4 else slow)) for i in range(8)]
+    wishes: dict[str, Any] = {"batch": 8, "num_ranks": 2, "reserved_bytes": 0, "stages_per_rank": (1,), "effort": 0}
+    roomy, tight = (choose_plan(layers, **wishes, memory_bytes=most) for most in (9000, 2300))
+    assert max(tight.device_peak_bytes) <= 2300 < max(roomy.device_peak_bytes)
+    assert tight.step_s > roomy.step_s
+
+
+def test_what_a_layer_makes_again_is_set_aside() -> None:
+    wishes: dict[str, Any] = {"batch": 8, "num_ranks": 2, "device": "a100-80gb", "effort": 0, "microbatch_sizes": [2]}
+    none, full = (choose_plan("gpt2", **wishes, recomputations=[how]) for how in ("none", "full"))
+    assert none.recomputation == "" and full.recomputation == "full"
+    assert full.budgets[0] < none.budgets[0]
 
 
 def test_a_model_by_name() -> None:
@@ -178,6 +210,9 @@ LAYERS = layers_of(0)
         (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": [1, 2, 3]}, ConfigurationError, "memory_bytes has 3 entries"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": 500, "reserved_bytes": 0}, BudgetError, "no plan was found"),
         ({3: LAYERS}, {"batch": 8, "num_ranks": 2}, ConfigurationError, "none of the microbatch sizes"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "microbatch_sizes": [2]}, ConfigurationError, "among microbatch_sizes=[2]"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "parts": 0}, ConfigurationError, "parts=0"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "slices": (0,)}, ConfigurationError, "slices=0"),
         ({1: LAYERS, 2: LAYERS[1:]}, {"batch": 8, "num_ranks": 2}, ConfigurationError, "different names"),
         ([], {"batch": 8, "num_ranks": 2}, ConfigurationError, "give LayerCosts"),
         ("gpt3-13b", {"batch": 8, "num_ranks": 2}, ConfigurationError, "how fast is a device"),
@@ -192,4 +227,30 @@ def test_bad_input(model: Any, wishes: dict[str, Any], error: type[BPipeError], 
 def test_plans_of_costs_that_are_free() -> None:
     free = [LayerCost(names=(f"{i}",), forward_s=0.0, backward_s=0.0) for i in range(4)]
     assert isinstance(choose_plan(free, batch=4, num_ranks=2, effort=1000).plan, Plan)
-    assert Costs().link == Link()
+
+
+def test_of_equally_fast_plans_the_one_that_needs_less() -> None:
+    layers = [LayerCost(names=(f"{i}",), forward_s=1.0, backward_s=2.0, saved_bytes=10) for i in range(P)]
+    assert choose_plan(layers, batch=16, num_ranks=P, effort=0, schedules=["gpipe", "1f1b"]).plan.name == "1f1b"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_halves_that_take_less_than_a_whole_backward(seed: int) -> None:
+    """As when a slow first step measured whole ones, and later steps their halves: no schedule is left out for that."""
+    random = Random(seed)
+    stages = [random.uniform(0.5, 1.5) for _ in range(P)]
+    costs = Costs(forward_s=stages, backward_s=[2.6 * one for one in stages], input_s=stages, weight_s=stages, saved_bytes=10)
+    sizes = sizes_of(build("1f1b", P, 8), costs, 1)
+    question = StagesQuestion(stage_ranks=tuple(range(P)), num_microbatches=8, costs=costs, sizes=sizes, budgets=(None,) * P)
+    choice = choose(question, effort=0)
+    assert choice.step_s <= simulate(build("zb_h2", P, 8), costs).makespan_s * (1 + 1e-9)
+    assert choice.plan.name.startswith("zb_")
+
+
+def test_costs_that_a_trace_changes() -> None:
+    known = KnownCosts(seconds={"forward_s": [[1.0]], "backward_s": [[4.0]], "input_s": [[1.0]], "weight_s": [[1.0]]})
+    known.bring_together({"forward_s", "input_s", "weight_s"})
+    assert known.seconds["backward_s"] == [[2.0]]
+    known.seconds["backward_s"] = [[3.0]]
+    known.bring_together({"forward_s", "backward_s"})
+    assert known.seconds["input_s"] == known.seconds["weight_s"] == [[1.5]]

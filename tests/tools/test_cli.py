@@ -13,7 +13,7 @@ import pytest
 
 from bpipe.errors import is_printable
 from bpipe.extras import how_to_install
-from bpipe.schedules import Costs, Op, Plan, build, rules, simulate
+from bpipe.schedules import Costs, Op, Plan, build, rules, simulate, verify
 from bpipe.schedules.by_name import forward_plan
 from bpipe.tools.balancing import balanced
 from bpipe.tools.chrome import save_trace
@@ -390,6 +390,23 @@ def test_advise_answers_and_its_exit_code_is_the_answer(capsys):
     assert data(capsys, "advise", "gpt3-96b", *machine, "--batch", "128")["candidates"]
     code, *_ = run(capsys, "advise", "gpt3-175b", "--device", "v100-32gb", "--stages", "8", "--batch", "64")
     assert code == 1
+
+
+def test_advise_chooses_and_writes_what_it_chose(capsys, tmp_path):
+    machine = ["--device", "a100-80gb", "--stages", "2,4", "--num-devices", "4", "--batch", "16", "--effort", "0"]
+    arguments = ["advise", "gpt3-13b", *machine, "--recomputations", "none", "--schedules", "1f1b,zb_h1,zbv"]
+    code, out, _ = run(capsys, *arguments, "--out", str(tmp_path / "plan.txt"))
+    plan = Plan.from_text((tmp_path / "plan.txt").read_text())
+    verify(plan)
+    assert code == 0 and out.startswith(f"Run {plan.name}, ") and "The best of the other kinds:" in out
+    found = data(capsys, *arguments, "--cache", str(tmp_path / "kept"))
+    assert found["choice"]["plan"] == plan.to_text() and len(list((tmp_path / "kept").iterdir())) == 1  # two ranks are too few
+    assert found["decision"] and found["choice"]["step_s"] <= min(one["step_s"] for one in found["candidates"] if one["fits"])
+
+
+def test_advise_without_a_plan_that_fits(capsys):
+    code, out, _ = run(capsys, "advise", "gpt3-175b", "--device", "v100-32gb", "--stages", "8", "--batch", "64", "--effort", "0")
+    assert code == 1 and out.startswith("No plan fits: ")
 
 
 def test_advise_takes_dimensions(capsys):

@@ -1,4 +1,8 @@
-"""Say whether balancing will help a model on a machine, and rank 1F1B and GPipe there, plain and balanced.
+"""Choose the fastest plan for a model on a machine, of everything that bpipe can run, and say whether balancing 1F1B would help.
+
+First comes the plan to run, with the best of each other kind and why it loses: every schedule, microbatch size, recomputation, cut
+and number of stages a rank, with activations offloaded or recomputed where they do not fit; --out writes it, and FromPlan runs it.
+Then come 1F1B and GPipe by themselves, plain and balanced, which is what the published studies compare.
 
 MODEL is a name, or the profiles that bpipe.profile measured and wrote (one for all stages, or one for each), or is left out
 and described by --layers, --hidden and the other dimensions.
@@ -9,10 +13,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from bpipe.errors import ConfigurationError
+from bpipe.api.policy import Way
+from bpipe.chooser.choose_plan import choose_plan
+from bpipe.chooser.compare_plans import EFFORT
+from bpipe.chooser.plan_choice import Choice
+from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.estimate import Profile
+from bpipe.estimate.advise_inputs import batches_of, stages_of
 from bpipe.estimate.advisor import advise
 from bpipe.estimate.models import model_named, model_names
 from bpipe.estimate.transformer import Transformer
@@ -28,6 +37,7 @@ EXAMPLES = """examples:
   bpipe advise --layers 32 --hidden 4096 --heads 32 --sequence 4096 --vocabulary 50257 --device h100 --stages 4,8 --batch 64
   bpipe advise gpt3-13b --device v100-32gb --stages 8 --batch 64 --link 200Mbit/s
   bpipe advise stage0.json stage1.json --memory 40GiB --batch 64
+  bpipe advise llama2-7b --device a100-80gb --stages 4 --batch 32 --schedules 1f1b,zb_h1 --out plan.txt
 Exit code 1: nothing fits."""
 
 DIMENSIONS = {
@@ -68,11 +78,23 @@ def add(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--slices", type=whole, default=1, metavar="K", help="rank seq_1f1b too, with K slices per microbatch")
     run.add_argument("--microbatch-sizes", type=several(whole), metavar="N", help="to try (default: all that divide the batch)")
     run.add_argument("--efficiency", type=efficiency, metavar="X", help="of one stage: 0.45, or by microbatch size: 1=0.33,2=0.47")
+    choice = parser.add_argument_group("choice")
+    choice.add_argument("--schedules", type=several(str), metavar="NAME", help="to choose from (default: all with one direction)")
+    choice.add_argument("--stages-per-rank", type=several(whole), default=[1, 2], metavar="V", help="to choose from (default: 1,2)")
+    choice.add_argument("--by", choices=get_args(Way), default="evict_or_recompute", help="how to keep the memory (default: both)")
+    choice.add_argument("--host", action="store_true", help="activations may go to the host where no rank has room")
+    choice.add_argument("--effort", type=at_least_0, default=EFFORT, metavar="N", help=f"of the search (default: {EFFORT:,})")
+    choice.add_argument("--cache", type=Path, metavar="DIR", help="keep answers there, by what was asked")
+    choice.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the chosen plan's text")
     run.add_argument("--bytes-per-parameter", type=float, metavar="N", help="of weights, gradients and optimizer (default: 18)")
 
 
 def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: [read(part) for part in text.split(",")]
+
+
+def at_least_0(text: str) -> int:
+    return 0 if text == "0" else whole(text)
 
 
 def link(text: str) -> str | float:
@@ -90,32 +112,61 @@ def efficiency(text: str) -> float | dict[int, float]:
 def run(args: argparse.Namespace) -> Result:
     model = _model(args)
     _check_what_is_needed(args, model)
+    how = {
+        "device": args.device,
+        "memory_bytes": args.memory,
+        "reserved_bytes": args.reserved,
+        "tensor_parallel": args.tensor_parallel,
+        "sequence_parallel": not args.no_sequence_parallel,
+        "sequence": args.sequence,
+        "attention": args.attention,
+        "precision": args.precision,
+        "microbatch_sizes": args.microbatch_sizes,
+        "nodes": nodes_of_pairs(args, args.stages),
+        "efficiency": args.efficiency,
+        "bytes_per_parameter": args.bytes_per_parameter,
+        "link": args.link,
+        "cross_link": args.cross_link,
+        **({} if args.recomputations is None else {"recomputations": args.recomputations}),
+    }
     with sign_of_life("Simulating candidates") as progress:
         advice = advise(
             model,
             batch=args.batch,
             num_stages=args.stages,
-            device=args.device,
-            memory_bytes=args.memory,
-            reserved_bytes=args.reserved,
             num_devices=args.num_devices,
-            tensor_parallel=args.tensor_parallel,
-            sequence_parallel=not args.no_sequence_parallel,
-            sequence=args.sequence,
-            attention=args.attention,
-            precision=args.precision,
-            microbatch_sizes=args.microbatch_sizes,
-            **({} if args.recomputations is None else {"recomputations": args.recomputations}),
             layers=args.layers_by_stage,
             slices=args.slices,
-            nodes=nodes_of_pairs(args, args.stages),
-            efficiency=args.efficiency,
-            bytes_per_parameter=args.bytes_per_parameter,
-            link=args.link,
-            cross_link=args.cross_link,
             progress=progress,
+            **how,
         )
-    return Result(data=advice.to_dict(), shown=lambda: [str(advice)], exit_code=0 if advice.best is not None else 1)
+    choice, refusal = _choice(model, args, how)
+    written = []
+    if choice is not None and args.out is not None:
+        args.out.write_text(choice.plan.to_text(), encoding="utf-8")
+        written = [f"wrote {args.out}: FromPlan(stages, Plan.from_text(...)) runs it"]
+    return Result(
+        data=advice.to_dict() | {"choice": None if choice is None else choice.to_dict()},
+        shown=lambda: [refusal if choice is None else str(choice), *written, "", str(advice)],
+        exit_code=0 if advice.best is not None or choice is not None else 1,
+    )
+
+
+def _choice(model: Transformer | list[Profile], args: argparse.Namespace, how: dict[str, Any]) -> tuple[Choice | None, str]:
+    """Return the fastest plan of all numbers of stages, or why there is none."""
+    if args.layers_by_stage is not None:
+        return None, "No plan is chosen, because --layers-by-stage says where to cut: leave it out, and the cut is chosen, too."
+    stages = stages_of(args.stages, len(model) if isinstance(model, list) else 0)
+    found, refusal = [], ""
+    for p, batch in batches_of(args.batch, stages, args.tensor_parallel, args.num_devices).items():
+        with sign_of_life(f"Choosing for {p} ranks") as progress:
+            wishes = {name: getattr(args, name) for name in ("schedules", "stages_per_rank", "by", "host", "effort", "cache")}
+            slices = (1, args.slices) if args.slices > 1 else (1,)
+            try:
+                found.append(choose_plan(model, batch=batch, num_ranks=p, slices=slices, progress=progress, **wishes, **how))
+            except BudgetError as error:
+                refusal = f"No plan fits: {error}"
+    return min(found, key=lambda one: one.step_s, default=None), refusal
 
 
 def _check_what_is_needed(args: argparse.Namespace, model: Transformer | list[Profile]) -> None:

@@ -24,6 +24,7 @@ __all__: list[str] = []
 EFFORT = 6_000_000  # items of work that run while orders are made to measure, in all
 MOST_FAMILIES = 3  # of named schedules from which orders are made to measure: the fastest
 NAMED_SHARE = 0.3  # of the progress that is told
+MOST_SHOWN = 3  # ways of a kind that are looked at again, if none of them can be the fastest, to show the best of the kind
 # By what share of a step a plan must be faster that trusts in more: transfers beside computations, or an order nobody has seen.
 MOVING, STRANGE = 0.01, 0.001
 
@@ -48,6 +49,12 @@ class Tried:
         """What ways are compared by: the step, and a little more if it trusts in more."""
         moves = self.kept is not None and self.kept.evicts
         return self.step_s * (1 + MOVING * moves + STRANGE * self.is_made)
+
+    @property
+    def spent(self) -> Spent:
+        """What the plan spends its step on; its order, if no plan is known."""
+        changes = self.kept is not None and (self.kept.evicts or self.kept.recomputes or self.is_made)
+        return Spent.of_plan(self.kept.plan, self.way.setting.costs) if self.kept is not None and changes else self.way.spent
 
     @property
     def how(self) -> str:
@@ -91,11 +98,18 @@ def choose(question: Question, *, effort: int = EFFORT, seed: int = 0, told: Tol
     tried = compared(question, told=lambda done: told(NAMED_SHARE * done))
     if effort:
         tried += _made(tried, effort, seed, lambda done: told(NAMED_SHARE + (1 - NAMED_SHARE) * done))
-    tried.sort(key=lambda one: (one.price, one.order_s))
+    tried += _kept_otherwise(min(tried, key=_rank))
+    tried.sort(key=_rank)
     told(1.0)
     if tried[0].kept is None:
         raise BudgetError(_nothing_fits(tried))
     return _choice(question, tried)
+
+
+def _rank(one: Tried) -> tuple[float, float, float]:
+    """Return what ways are sorted by: of equally fast ones, the one that needs less memory comes first."""
+    fullest = max(one.kept.plan.device_peak_bytes) if one.kept is not None else inf
+    return float(f"{one.price:.9g}"), fullest, one.order_s
 
 
 def compared(question: Question, *, told: Told = lambda done: None) -> list[Tried]:
@@ -120,8 +134,7 @@ def compared(question: Question, *, told: Told = lambda done: None) -> list[Trie
             tried.append(Tried(way, way.least_s, None))
         elif (key := (way.layout, way.order.actions)) not in seen:
             seen.add(key)
-            shop = JobShop(way.order, way.setting.costs)
-            order_s = inf if (times := shop.run(shop.lanes)) is None else times.step_s
+            order_s = sum(way.spent)
             as_it_is = replace(way.setting, evicts=False, recomputes=False)
             tried.append(Tried(way, order_s, kept_within(way.order, as_it_is) if order_s < least * (1 + MOVING) else None))
             least = min(least, tried[-1].price)
@@ -135,7 +148,7 @@ def compared(question: Question, *, told: Told = lambda done: None) -> list[Trie
 
 
 def _made(tried: Sequence[Tried], effort: int, seed: int, told: Told) -> Iterable[Tried]:
-    """Yield the best order made to measure, if there is one, from the families of the fastest named schedules."""
+    """Yield the best order made to measure from the families of the fastest named schedules, and the best that evicts nothing."""
     families: dict[object, list[Tried]] = {}
     for one in sorted(tried, key=lambda one: (min(one.step_s, 1.5 * one.order_s), one.order_s)):
         plan = one.way.order
@@ -145,10 +158,10 @@ def _made(tried: Sequence[Tried], effort: int, seed: int, told: Told) -> Iterabl
             families.setdefault(key, []).append(one)
     groups = list(families.values())
     given = [Family(starts=tuple(one.way.order for one in group), setting=group[0].way.setting) for group in groups]
-    for found in searched(given, effort=effort, seed=seed, told=told):
-        if found.is_made and found.kept is not None:
-            yield Tried(groups[found.family][0].way, found.order_s, found.kept, is_made=True)
-            return
+    made = [one for one in searched(given, effort=effort, seed=seed, told=told) if one.is_made and one.kept is not None]
+    still = [one for one in made if one.kept is not None and not one.kept.evicts]
+    for found in dict.fromkeys([*made[:1], *still[:1]]):
+        yield Tried(groups[found.family][0].way, found.order_s, found.kept, is_made=True)
 
 
 def _choice(question: Question, tried: Sequence[Tried]) -> Choice:
@@ -179,21 +192,27 @@ def _alternatives(tried: Sequence[Tried]) -> Iterable[Alternative]:
     """Yield the best of each other kind than the first: of each schedule, and of each way to keep the budget."""
     best, *others = tried
     assert best.kept is not None, "the best keeps the budgets"
-    spent, seen = Spent.of_plan(best.kept.plan, best.way.setting.costs), {best.kind}
-    orders = {(best.way.layout, best.way.order.actions)}
-    for one in sorted([*others, *_kept_otherwise(best)], key=lambda one: (one.price, one.order_s)):
-        order = (one.way.layout, one.way.order.actions)
-        if one.kind not in seen and (one.kept is not None or order not in orders):
-            seen.add(one.kind)
-            orders.add(order)
-            step_s = None if one.kept is None else one.kept.step_s
-            least_s = sum(Spent.of_order(one.way.order, one.way.setting.costs)) if step_s is None else step_s
-            yield Alternative(name=one.name, kind=one.kind, step_s=step_s, least_s=least_s, reason=_reason(one, best, spent))
+    spent = best.spent
+    kinds: dict[str, list[Tried]] = {}
+    for one in others:
+        kinds.setdefault(one.kind, []).append(one)
+    kinds.pop(best.kind, None)
+    found = []
+    for kind, some in kinds.items():
+        first = min(some, key=lambda one: one.price)
+        if first.kept is None:  # some were not looked at closely
+            likely = sorted(some, key=lambda one: one.order_s)[:MOST_SHOWN]
+            first = min((replace(one, order_s=sum(one.way.spent)) for one in likely), key=lambda one: one.order_s)
+        step_s = None if first.kept is None else first.kept.step_s
+        reason = _reason(first, best, spent)
+        found.append(Alternative(name=first.name, kind=kind, step_s=step_s, least_s=step_s or first.order_s, reason=reason))
+    return sorted(found, key=lambda one: (one.step_s is None, one.least_s))
 
 
 def _kept_otherwise(best: Tried) -> Iterable[Tried]:
     """Yield what only evicts, or only recomputes, where the best does the one or the other."""
-    assert best.kept is not None, "the best keeps the budgets"
+    if best.kept is None:
+        return
     setting, does = best.way.setting, (best.kept.evicts, best.kept.recomputes)
     for evicts, recomputes in ((True, False), (False, True)):
         if any(does) and does != (evicts, recomputes) and not best.is_made:
@@ -203,13 +222,12 @@ def _kept_otherwise(best: Tried) -> Iterable[Tried]:
 
 
 def _reason(one: Tried, best: Tried, spent: Spent) -> str:
-    costs = one.way.setting.costs
     if one.kept is not None:
-        why = Spent.of_plan(one.kept.plan, costs).why_slower(spent)
+        why = one.spent.why_slower(spent)
         return why if one.step_s > best.step_s else f"{why}: not clearly faster, and it trusts in more"
-    if one.order_s < best.price:
+    if one.order_s < best.price and not one.way.setting.fits(communicate(one.way.order)):
         return f"does not fit: {too_full(communicate(one.way.order), one.way.setting.budgets)}, and nothing found keeps it below"
-    return f"{Spent.of_order(one.way.order, costs).why_slower(spent)}, with any memory"
+    return f"{one.spent.why_slower(spent)}, with any memory"
 
 
 def _nothing_fits(tried: Sequence[Tried]) -> str:
@@ -218,8 +236,10 @@ def _nothing_fits(tried: Sequence[Tried]) -> str:
         return max(peak - (peak if budget is None else budget) for peak, budget in zip(peaks, one.way.setting.budgets))
 
     nearest = min(tried, key=excess)
+    able = nearest.way.setting
+    also = ", or host=True" * (able.evicts and able.to.host == "no")
     return (
         f"no plan was found that keeps the budgets, of {len(tried)} ways; the nearest is {nearest.name}, where "
         f"{too_full(communicate(nearest.way.order), nearest.way.setting.budgets)} if nothing is offloaded or recomputed. Give more "
-        "memory, more ranks, smaller microbatches, recomputation inside layers, or host=True"
+        f"memory, more ranks, smaller microbatches, recomputation inside layers{also}"
     )
