@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -50,11 +50,15 @@ class Model:
 
     def on_device(self) -> list[OnDevice]:
         """The layers, each on a device."""
+        return [OnDevice(layer, *costs) for layer, costs in zip(self.layers(), self.device_costs)]
+
+    @cached_property
+    def device_costs(self) -> list[tuple[Any, ...]]:
+        """What `OnDevice` takes for each layer."""
         costs = self._counted(self.batch)
         if self.half is None or self.positions is None:
-            return [OnDevice(*both) for both in zip(self.layers(), costs)]
-        halves = self._counted(self.half)
-        return [OnDevice(layer, cost, (self.positions, half)) for layer, cost, half in zip(self.layers(), costs, halves)]
+            return [(cost,) for cost in costs]
+        return [(cost, (self.positions, half)) for cost, half in zip(costs, self._counted(self.half))]
 
     def _counted(self, batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> tuple[LayerCost, ...]:
         """What a device takes for each layer: its operations, counted on the meta device."""
