@@ -30,7 +30,7 @@ from bpipe.passes.fit import Budgets
 from bpipe.plan.destinations import Destinations
 from bpipe.schedules import build
 from bpipe.schedules.registry import rule_named
-from bpipe.simulator.costs import Costs
+from bpipe.simulator.costs import Costs, Link
 
 __all__ = ["AutoSchedule", "auto"]
 
@@ -93,9 +93,9 @@ def auto(
     schedules: Sequence[str] | None = None,
     parts: int = 1,
     host: bool = False,
-    link: str | float | None = None,
-    cross_link: str | float | None = None,
-    host_link: str | float = HOST_LINK,
+    link: str | float | Link | None = None,
+    cross_link: str | float | Link | None = None,
+    host_link: str | float | Link = HOST_LINK,
     nodes: Sequence[int] | None = None,
     measure: Measure = "auto",
     margin: float = MARGIN,
@@ -144,7 +144,8 @@ def auto(
         schedules: names to choose from; default: all.
         parts: the most parts into which a microbatch may be cut to move.
         host: whether activations may go to the host where no rank has room.
-        link: between ranks of a node, a name or bytes per second, until steps show it; on CUDA they do not.
+        link: between ranks of a node, a name, bytes per second or a `bpipe.schedules.Link`, until steps show it; on CUDA they do
+            not.
         cross_link: between nodes.
         host_link: between a rank and its host's memory.
         nodes: the node of each rank of the plan.

@@ -27,7 +27,7 @@ from bpipe.estimate.transformer import Transformer
 from bpipe.estimate.workload import ModelWorkload
 from bpipe.partition.layers import LayerCost
 from bpipe.passes.fit import Budgets
-from bpipe.schedules import names
+from bpipe.schedules import Link, names
 
 __all__ = ["choose_plan"]
 
@@ -55,9 +55,9 @@ def choose_plan(
     device: str | Device | None = None,
     memory_bytes: int | Sequence[int | None] | None = None,
     reserved_bytes: int | None = None,
-    link: str | float | None = None,
-    cross_link: str | float | None = None,
-    host_link: str | float = HOST_LINK,
+    link: str | float | Link | None = None,
+    cross_link: str | float | Link | None = None,
+    host_link: str | float | Link = HOST_LINK,
     nodes: Sequence[int] | None = None,
     host: bool = False,
     by: Way = "evict_or_recompute",
@@ -94,7 +94,8 @@ def choose_plan(
         device: a name or a `Device`, for its memory and links, and for the speed of a model by formulas.
         memory_bytes: of each rank, one number or one for each (None: no limit); default: that of `device`, else no limit.
         reserved_bytes: of these, set aside for what is not counted; default: 5%.
-        link: between ranks of a node, a name ("nvlink3", "pcie4") or bytes per second and direction; default: the device's.
+        link: between ranks of a node, a name ("nvlink3", "pcie4"), bytes per second and direction, or a `bpipe.schedules.Link` with
+            a latency; default: the device's.
         cross_link: between nodes, which needs `nodes`; default: `link`.
         host_link: between a rank and its host's memory, in each direction.
         nodes: the node of each rank; default: all on one.

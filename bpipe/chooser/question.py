@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -147,6 +147,7 @@ class ModelQuestion:
             forward_s=[chain.forward_s(*piece) for piece in stages],
             backward_s=[chain.backward_s(*piece) for piece in stages],
             input_s=[chain.input_s(*piece) for piece in stages],
+            weight_s=[chain.weight_s(*piece) for piece in stages],
             saved_bytes=[chain.saved_bytes(*piece) for piece in stages],
             output_bytes=[chain.layers[end - 1].output_bytes for _, end in stages],
             static_bytes=[chain.static_bytes(*piece) for piece in stages],
@@ -162,7 +163,7 @@ class ModelQuestion:
             costs = costs.of_slices(plan, lengths=even_shares(self.attention, plan.slices))
         return Setting(
             costs=costs,
-            sizes=sizes_of(plan, costs, self.parts),
+            sizes=_with_results(sizes_of(plan, costs, self.parts), self.chains[layout.load].layers[-1].output_bytes),
             budgets=self._budgets_of(layout.load),
             to=Destinations(nodes=costs.nodes, host="last" if self.host else "no"),
             evicts=self.by != "recompute",
@@ -171,6 +172,13 @@ class ModelQuestion:
 
     def names_of(self, layout: Layout) -> tuple[tuple[str, ...], ...]:
         return tuple(self.chains[layout.load].names(*piece) for piece in pieces(layout.ends))
+
+
+def _with_results(sizes: Sizes, num_bytes: int) -> Sizes:
+    """Return sizes with what the last stage returns for a microbatch, which is no message."""
+    each = num_bytes // len(sizes.by_slice)
+    slices = ((*stages[:-1], replace(stages[-1], sent=each)) for stages in sizes.by_slice)
+    return Sizes.of_slices(slices, static=sizes.static)
 
 
 @dataclass(frozen=True, kw_only=True)

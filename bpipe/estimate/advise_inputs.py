@@ -20,7 +20,7 @@ __all__: list[str] = []
 
 RESERVED_SHARE = 0.05  # 4 of 80 GiB: CUDA's context, communication buffers, fragmentation, gradients of activations
 
-LinkArgument = str | float | None
+LinkArgument = str | float | Link | None
 
 
 def device_of(device: str | Device | None) -> Device | None:
@@ -86,14 +86,14 @@ def memory_of(device: Device | None, memory_bytes: object, reserved_bytes: objec
 def links_of(device: Device | None, link: LinkArgument, cross_link: LinkArgument, nodes: object, stages: Sequence[int]) -> Links:
     """Make the links from names or numbers, or else from the device's own."""
     default = inf if device is None else device.link_bytes_per_s
-    across = None if cross_link is None else Link(bytes_per_s=_bytes_per_s("cross_link", cross_link, default))
+    across = None if cross_link is None else _link("cross_link", cross_link, default)
     if across is not None and nodes is None:
         raise ConfigurationError(
             "cross_link= needs nodes=: which ranks does it join? Give the node of each rank, such as "
             "nodes=[0, 0, 1, 1, 1, 1, 0, 0] for 8 stages on 2 nodes with the ranks of a pair, x and p-1-x, on one"
         )
     return Links(
-        link=Link(bytes_per_s=_bytes_per_s("link", link, default)),
+        link=_link("link", link, default),
         cross_link=across,
         nodes=None if nodes is None else _nodes_of(nodes, stages),
     )
@@ -109,14 +109,16 @@ def _nodes_of(nodes: object, stages: Sequence[int]) -> tuple[int, ...]:
     return listed
 
 
-def _bytes_per_s(name: str, link: LinkArgument, default: float) -> float:
+def _link(name: str, link: LinkArgument, default: float) -> Link:
+    if isinstance(link, Link):
+        return link
     if link is None:
-        return default
+        return Link(bytes_per_s=default)
     if isinstance(link, str):
-        return link_named(link)
+        return Link(bytes_per_s=link_named(link))
     if link != inf:
         check_positive(name, link)
-    return link
+    return Link(bytes_per_s=link)
 
 
 def efficiency_of(efficiency: object) -> float | Mapping[int, float]:
