@@ -7,8 +7,9 @@ result is never slower than recomputing alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from bpipe.errors import BudgetError, ConfigurationError
@@ -26,13 +27,18 @@ from bpipe.simulator.simulation import simulate
 __all__ = ["evict_or_recompute"]
 
 ROUNDS = 8  # of trying to recompute more
+ROUNDING = 1e-9
+
+Recomputed = tuple[frozenset[Which], ...]  # the microbatches that a plan recomputes, by rank
+Bound = Callable[[Recomputed], float]  # the seconds that a step takes at least which recomputes these
 
 
-class _Mixed(NamedTuple):
+class Mixed(NamedTuple):
     """A plan that evicts and recomputes."""
 
     plan: Plan  # the plan, without transfers between stages
-    recomputed: tuple[frozenset[Which], ...]  # the microbatches that it recomputes, by rank
+    finished: Plan  # the plan with them
+    recomputed: Recomputed
     exposed: tuple[tuple[Which, ...], ...]  # the microbatches whose transfers are not hidden, the largest first, by rank
     step_s: float  # the simulated seconds of a step
 
@@ -78,24 +84,49 @@ def evict_or_recompute(
     return found.plan
 
 
-def attempt(plan: Plan, sizes: Sizes, budgets: Budgets, costs: Costs, to: Destinations) -> Plan | None:
-    """Do what `evict_or_recompute` does, and return None if the budgets cannot be met, without looking for those that can."""
-    found = _Search(replace(computations_only(plan), sizes=sizes), to, costs).within(budgets)
-    return None if found is None else found.plan
+def attempt(
+    plan: Plan,
+    sizes: Sizes,
+    budgets: Budgets,
+    costs: Costs,
+    to: Destinations,
+    *,
+    bound_s: Bound = lambda _: 0.0,
+    below_s: float = inf,
+) -> Mixed | None:
+    """Do what `evict_or_recompute` does, and return None if the budgets cannot be met, without looking for those that can.
+
+    Args:
+        bound_s: what a step takes at least that recomputes some microbatches; it never falls where more are recomputed.
+        below_s: the seconds that the step must not reach; else the result may be None, too.
+    """
+    return _Search(replace(computations_only(plan), sizes=sizes), to, costs, bound_s, below_s).within(budgets)
 
 
 class _Search:
-    """The plans that evict and recompute within some budgets."""
+    """The plans that evict and recompute within some budgets.
 
-    def __init__(self, plan: Plan, to: Destinations, costs: Costs) -> None:
-        self._plan, self._to, self._costs = plan, to, costs
-        self._recompute = RecomputeSearch(plan)
-        self._highest = max(communicate(plan).device_peak_bytes)
+    Args:
+        bound_s: what a step takes at least that recomputes some microbatches, so that what takes too long need not be tried.
+        below_s: the seconds that the step must not reach.
+    """
 
-    def within(self, budgets: Budgets) -> _Mixed | None:
+    def __init__(
+        self, plan: Plan, to: Destinations, costs: Costs, bound_s: Bound = lambda _: 0.0, below_s: float = inf
+    ) -> None:
+        self._plan, self._to, self._costs, self._bound_s, self._below_s = plan, to, costs, bound_s, below_s
+        finished = communicate(plan)
+        self._recompute = RecomputeSearch(plan, finished)
+        self._highest = max(finished.device_peak_bytes)
+        self._none: Recomputed = (frozenset(),) * plan.num_ranks
+
+    def within(self, budgets: Budgets) -> Mixed | None:
         """Return the fastest plan that is found within the budgets, or None if there is none."""
-        alone = self._recomputing(budgets)
-        mixed = self._enough(budgets, alone)
+        first = self._attempt(budgets, self._none)
+        if first is not None and first.step_s <= self._bound_s(self._none) * (1 + ROUNDING):
+            return first  # nothing waits for its evictions
+        alone = self._recomputing(budgets, self._below_s if first is None else min(self._below_s, first.step_s))
+        mixed = self._enough(budgets, alone, self._below_s) if first is None else first
         if mixed is None:
             return alone
         for _ in range(ROUNDS):
@@ -105,45 +136,54 @@ class _Search:
             mixed = better
         return mixed if alone is None else min(mixed, alone, key=lambda one: one.step_s)
 
-    def _recomputing(self, budgets: Budgets) -> _Mixed | None:
-        """Return the plan that only recomputes."""
+    def _recomputing(self, budgets: Budgets, below_s: float = inf) -> Mixed | None:
+        """Return the plan that only recomputes; None if there is none, or if it takes too long."""
+        chosen = self._recompute.chosen(budgets)
+        if chosen is None or self._bound_s(tuple(map(frozenset, chosen))) >= below_s:
+            return None
         found = self._recompute.within(budgets)
-        return None if found is None else self._of(found, ((),) * found.num_ranks)
+        return None if found is None else self._of(found, communicate(found), ((),) * found.num_ranks)
 
-    def _enough(self, budgets: Budgets, alone: _Mixed | None) -> _Mixed | None:
-        """Recompute as little as possible so that the balance pass can keep the budgets."""
-        first = self._attempt(budgets, (frozenset(),) * self._plan.num_ranks)
-        if first is not None:
-            return first
+    def _enough(self, budgets: Budgets, alone: Mixed | None, below_s: float = inf) -> Mixed | None:
+        """Recompute as little as possible so that the balance pass can keep the budgets; None if that takes too long."""
+        known: dict[Recomputed, Mixed | None] = {}
+        below_s = below_s if alone is None else min(below_s, alone.step_s)
 
-        def attempt(less: int) -> tuple[int, _Mixed] | None:
+        def attempt(less: int) -> tuple[int, Mixed | None] | None:
             chosen = self._recompute.chosen(raised(budgets, max(0, self._highest - less)))
-            found = None if chosen is None else self._attempt(budgets, tuple(map(frozenset, chosen)))
+            if chosen is None:
+                return None
+            recomputed = tuple(map(frozenset, chosen))
+            if self._bound_s(recomputed) >= below_s:
+                return less, None  # so does what recomputes more, but less may do
+            if recomputed not in known:
+                known[recomputed] = self._attempt(budgets, recomputed)
+            found = known[recomputed]
             return None if found is None else (less, found)
 
         most = (self._highest, alone) if alone is not None else attempt(self._highest)
         return None if most is None else smallest(attempt, 1, most, self._highest)[1]
 
-    def _with_more(self, mixed: _Mixed, budgets: Budgets) -> Iterator[_Mixed]:
+    def _with_more(self, mixed: Mixed, budgets: Budgets) -> Iterator[Mixed]:
         """Yield plans that also recompute evictions that nothing hides: all of them, half of them on each rank, and so on."""
         share = max(map(len, mixed.exposed), default=0)
         while share:
-            chosen = [old.union(new[:share]) for old, new in zip(mixed.recomputed, mixed.exposed)]
-            found = self._attempt(budgets, tuple(chosen))
+            chosen = tuple(old.union(new[:share]) for old, new in zip(mixed.recomputed, mixed.exposed))
+            found = None if self._bound_s(chosen) >= mixed.step_s else self._attempt(budgets, chosen)
             if found is not None:
                 yield found
             share //= 2
 
-    def _attempt(self, budgets: Budgets, recomputed: tuple[frozenset[Which], ...]) -> _Mixed | None:
+    def _attempt(self, budgets: Budgets, recomputed: Recomputed) -> Mixed | None:
         """Balance the plan with some microbatches recomputed, or return None if that does not keep the budgets."""
         base = recompute_first(self._plan, recomputed)
         problem = Problem(base, base.sizes, self._to, self._costs, "fewest", keeps_recomputed=True)
-        solution = problem.solve(budgets, thorough=False)
+        solution = problem.solve(budgets, thorough=False) if problem.may_fit(budgets) else ""
         if not isinstance(solution, Solution):
             return None
         found = problem.balanced(solution, budgets)
-        peaks = communicate(found).device_peak_bytes
-        if any(budget is not None and peak > budget for peak, budget in zip(peaks, budgets)):
+        finished = communicate(found)
+        if any(budget is not None and peak > budget for peak, budget in zip(finished.device_peak_bytes, budgets)):
             return None
         exposed: list[tuple[Which, ...]] = []
         for rank in range(found.num_ranks):
@@ -152,17 +192,18 @@ class _Search:
             late = sorted((e for e in evictions if not e.is_hidden), key=lambda e: e.size, reverse=True)
             able = self._recompute.able(rank)
             exposed.append(tuple(dict.fromkeys(e.which[:2] for e in late if e.which[0] in able)))
-        return self._of(found, tuple(exposed))
+        return self._of(found, finished, tuple(exposed))
 
-    def _of(self, plan: Plan, exposed: tuple[tuple[Which, ...], ...]) -> _Mixed:
+    def _of(self, plan: Plan, finished: Plan, exposed: tuple[tuple[Which, ...], ...]) -> Mixed:
         recomputed = tuple(frozenset(plan.recomputed(rank)) for rank in range(plan.num_ranks))
-        return _Mixed(plan, recomputed, exposed, simulate(communicate(plan), self._costs).makespan_s)
+        return Mixed(plan, finished, recomputed, exposed, simulate(finished, self._costs).makespan_s)
 
     def refusal(self, given: Budgets) -> BudgetError:
         """Return the error for budgets that cannot be met."""
 
-        def attempt(more: int) -> tuple[int, _Mixed] | None:
-            found = self._enough(raised(given, more), self._recomputing(raised(given, more)))
+        def attempt(more: int) -> tuple[int, Mixed] | None:
+            enough = raised(given, more)
+            found = self._attempt(enough, self._none) or self._enough(enough, self._recomputing(enough))
             return None if found is None else (more, found)
 
         enough = attempt(self._highest)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from bpipe.passes.balance.problem import Problem, Solution
 from bpipe.passes.communicate import communicate
-from bpipe.passes.evict_or_recompute import attempt
+from bpipe.passes.evict_or_recompute import Bound, attempt
 from bpipe.passes.recompute import RecomputeSearch
 from bpipe.plan.plan import Plan
 from bpipe.search.setting import Setting
@@ -39,20 +40,23 @@ class Kept(NamedTuple):
         return any(self.plan.recomputed(rank) for rank in range(self.plan.num_ranks))
 
 
-def kept_within(order: Plan, setting: Setting) -> Kept | None:
+def kept_within(order: Plan, setting: Setting, *, bound_s: Bound = lambda _: 0.0, below_s: float = inf) -> Kept | None:
     """Return the fastest plan that is found for an order of computations within budgets, or None if none is found.
 
     Args:
         order: of whole computations, without transfers, with the setting's sizes.
         setting: the budgets, the costs, and what may be done.
+        bound_s: what a step of this order takes at least that recomputes some microbatches; it never falls where more are.
+        below_s: the seconds that the step must not reach; else the result may be None, too.
     """
     plain = communicate(order)
     if setting.fits(plain):
         return Kept.of(replace(plain, budgets=setting.budgets), setting.costs)
     found: Plan | None = None
     if setting.evicts and setting.recomputes:
-        found = attempt(order, setting.sizes, setting.budgets, setting.costs, setting.to)
-    elif setting.evicts:
+        mixed = attempt(order, setting.sizes, setting.budgets, setting.costs, setting.to, bound_s=bound_s, below_s=below_s)
+        return None if mixed is None else Kept(mixed.finished, mixed.step_s)
+    if setting.evicts:
         found = _evicting(order, setting)
     elif setting.recomputes:
         found = RecomputeSearch(order).within(setting.budgets)

@@ -33,7 +33,7 @@ def named_by_the_passes(table: Table) -> float:
                 kept = attempt(order, setting.sizes, setting.budgets, setting.costs, Destinations())
                 if kept is None:
                     continue
-                finished = finish(kept)
+                finished = finish(kept.plan)
             steps.append(simulate(finished, setting.costs).makespan_s)
     return min(steps)
 
