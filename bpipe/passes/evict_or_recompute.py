@@ -28,9 +28,17 @@ __all__ = ["evict_or_recompute"]
 
 ROUNDS = 8  # of trying to recompute more
 ROUNDING = 1e-9
+ALL = 2**62  # bytes: a rank evicts all that is beyond its budget
 
 Recomputed = tuple[frozenset[Which], ...]  # the microbatches that a plan recomputes, by rank
 Bound = Callable[[Recomputed], float]  # the seconds that a step takes at least which recomputes these
+
+
+class Way(NamedTuple):
+    """How a plan came to keep its budgets, so that the same may be done to one of more microbatches."""
+
+    beyond: int | None = None  # the bytes beyond its budget that a rank evicts; None: it recomputes all of them
+    shares: tuple[float, ...] = ()  # of the evictions that nothing hides, those that were recomputed instead, again and again
 
 
 class Mixed(NamedTuple):
@@ -41,6 +49,7 @@ class Mixed(NamedTuple):
     recomputed: Recomputed
     exposed: tuple[tuple[Which, ...], ...]  # the microbatches whose transfers are not hidden, the largest first, by rank
     step_s: float  # the simulated seconds of a step
+    way: Way
 
 
 def evict_or_recompute(
@@ -93,14 +102,16 @@ def attempt(
     *,
     bound_s: Bound = lambda _: 0.0,
     below_s: float = inf,
+    way: Way | None = None,
 ) -> Mixed | None:
     """Do what `evict_or_recompute` does, and return None if the budgets cannot be met, without looking for those that can.
 
     Args:
         bound_s: what a step takes at least that recomputes some microbatches; it never falls where more are recomputed.
         below_s: the seconds that the step must not reach; else the result may be None, too.
+        way: of the same plan of fewer microbatches, to be tried first: if it keeps the budgets, nothing else is tried.
     """
-    return _Search(replace(computations_only(plan), sizes=sizes), to, costs, bound_s, below_s).within(budgets)
+    return _Search(replace(computations_only(plan), sizes=sizes), to, costs, bound_s, below_s).within(budgets, way)
 
 
 class _Search:
@@ -120,9 +131,13 @@ class _Search:
         self._highest = max(finished.device_peak_bytes)
         self._none: Recomputed = (frozenset(),) * plan.num_ranks
 
-    def within(self, budgets: Budgets) -> Mixed | None:
-        """Return the fastest plan that is found within the budgets, or None if there is none."""
-        first = self._attempt(budgets, self._none)
+    def within(self, budgets: Budgets, way: Way | None = None) -> Mixed | None:
+        """Return the fastest plan that is found within the budgets, or the one that a way leads to; None if there is none."""
+        if way is not None and way.beyond is None:
+            return self._recomputing(budgets, self._below_s)
+        if way is not None and (repeated := self._repeated(budgets, way, way.beyond or 0)) is not None:
+            return repeated
+        first = self._attempt(budgets, self._none, ALL)
         if first is not None and first.step_s <= self._bound_s(self._none) * (1 + ROUNDING):
             return first  # nothing waits for its evictions
         alone = self._recomputing(budgets, self._below_s if first is None else min(self._below_s, first.step_s))
@@ -136,45 +151,64 @@ class _Search:
             mixed = better
         return mixed if alone is None else min(mixed, alone, key=lambda one: one.step_s)
 
+    def _repeated(self, budgets: Budgets, way: Way, beyond: int) -> Mixed | None:
+        """Return the plan that a way leads to which evicts; None if that does not keep the budgets."""
+        chosen = self._recompute.chosen(raised(budgets, beyond))
+        mixed = None if chosen is None else self._attempt(budgets, tuple(map(frozenset, chosen)), beyond)
+        if mixed is None:
+            return None
+        for share in way.shares:
+            number = round(share * max(map(len, mixed.exposed)))
+            better = self._recomputing_more(mixed, number, budgets) if number else None
+            if better is not None and better.step_s < mixed.step_s:
+                mixed = better
+        return mixed
+
     def _recomputing(self, budgets: Budgets, below_s: float = inf) -> Mixed | None:
         """Return the plan that only recomputes; None if there is none, or if it takes too long."""
         chosen = self._recompute.chosen(budgets)
         if chosen is None or self._bound_s(tuple(map(frozenset, chosen))) >= below_s:
             return None
-        found = self._recompute.within(budgets)
-        return None if found is None else self._of(found, communicate(found), ((),) * found.num_ranks)
+        found = self._recompute.both_within(budgets)
+        return None if found is None else self._of(*found, ((),) * self._plan.num_ranks, Way())
 
     def _enough(self, budgets: Budgets, alone: Mixed | None, below_s: float = inf) -> Mixed | None:
         """Recompute as little as possible so that the balance pass can keep the budgets; None if that takes too long."""
-        known: dict[Recomputed, Mixed | None] = {}
+        known: dict[Recomputed, tuple[bool, Mixed | None]] = {}  # whether it takes too long, else what was found
         below_s = below_s if alone is None else min(below_s, alone.step_s)
 
         def attempt(less: int) -> tuple[int, Mixed | None] | None:
-            chosen = self._recompute.chosen(raised(budgets, max(0, self._highest - less)))
+            beyond = max(0, self._highest - less)
+            chosen = self._recompute.chosen(raised(budgets, beyond))
             if chosen is None:
                 return None
             recomputed = tuple(map(frozenset, chosen))
-            if self._bound_s(recomputed) >= below_s:
-                return less, None  # so does what recomputes more, but less may do
             if recomputed not in known:
-                known[recomputed] = self._attempt(budgets, recomputed)
-            found = known[recomputed]
-            return None if found is None else (less, found)
+                is_slow = self._bound_s(recomputed) >= below_s  # then what recomputes more is, too, but less may do
+                known[recomputed] = is_slow, None if is_slow else self._attempt(budgets, recomputed, beyond)
+            is_slow, found = known[recomputed]
+            return (less, found) if is_slow or found is not None else None
 
         most = (self._highest, alone) if alone is not None else attempt(self._highest)
         return None if most is None else smallest(attempt, 1, most, self._highest)[1]
 
     def _with_more(self, mixed: Mixed, budgets: Budgets) -> Iterator[Mixed]:
         """Yield plans that also recompute evictions that nothing hides: all of them, half of them on each rank, and so on."""
-        share = max(map(len, mixed.exposed), default=0)
-        while share:
-            chosen = tuple(old.union(new[:share]) for old, new in zip(mixed.recomputed, mixed.exposed))
-            found = None if self._bound_s(chosen) >= mixed.step_s else self._attempt(budgets, chosen)
+        number = max(map(len, mixed.exposed), default=0)
+        while number:
+            found = self._recomputing_more(mixed, number, budgets)
             if found is not None:
                 yield found
-            share //= 2
+            number //= 2
 
-    def _attempt(self, budgets: Budgets, recomputed: Recomputed) -> Mixed | None:
+    def _recomputing_more(self, mixed: Mixed, number: int, budgets: Budgets) -> Mixed | None:
+        """Recompute some more evictions on each rank; return None if that does not keep the budgets, or is too slow."""
+        chosen = tuple(old.union(new[:number]) for old, new in zip(mixed.recomputed, mixed.exposed))
+        found = None if self._bound_s(chosen) >= mixed.step_s else self._attempt(budgets, chosen)
+        share = number / max(map(len, mixed.exposed))
+        return found and found._replace(way=mixed.way._replace(shares=(*mixed.way.shares, share)))
+
+    def _attempt(self, budgets: Budgets, recomputed: Recomputed, beyond: int = 0) -> Mixed | None:
         """Balance the plan with some microbatches recomputed, or return None if that does not keep the budgets."""
         base = recompute_first(self._plan, recomputed)
         problem = Problem(base, base.sizes, self._to, self._costs, "fewest", keeps_recomputed=True)
@@ -192,18 +226,18 @@ class _Search:
             late = sorted((e for e in evictions if not e.is_hidden), key=lambda e: e.size, reverse=True)
             able = self._recompute.able(rank)
             exposed.append(tuple(dict.fromkeys(e.which[:2] for e in late if e.which[0] in able)))
-        return self._of(found, finished, tuple(exposed))
+        return self._of(found, finished, tuple(exposed), Way(beyond))
 
-    def _of(self, plan: Plan, finished: Plan, exposed: tuple[tuple[Which, ...], ...]) -> Mixed:
+    def _of(self, plan: Plan, finished: Plan, exposed: tuple[tuple[Which, ...], ...], way: Way) -> Mixed:
         recomputed = tuple(frozenset(plan.recomputed(rank)) for rank in range(plan.num_ranks))
-        return Mixed(plan, finished, recomputed, exposed, simulate(finished, self._costs).makespan_s)
+        return Mixed(plan, finished, recomputed, exposed, simulate(finished, self._costs).makespan_s, way)
 
     def refusal(self, given: Budgets) -> BudgetError:
         """Return the error for budgets that cannot be met."""
 
         def attempt(more: int) -> tuple[int, Mixed] | None:
             enough = raised(given, more)
-            found = self._attempt(enough, self._none) or self._enough(enough, self._recomputing(enough))
+            found = self._attempt(enough, self._none, ALL) or self._enough(enough, self._recomputing(enough))
             return None if found is None else (more, found)
 
         enough = attempt(self._highest)

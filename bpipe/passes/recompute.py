@@ -98,24 +98,39 @@ class RecomputeSearch:
 
     def __init__(self, plan: Plan, finished: Plan | None = None) -> None:
         self.plan = plan
+        self._known: dict[tuple[int | None, ...], list[set[Which]] | None] = {}
         self._ranks = [_Rank(plan, rank, lane) for rank, lane in enumerate((finished or communicate(plan)).actions)]
 
     def within(self, budgets: Budgets) -> Plan | None:
         """Return a plan that keeps to the budgets, or None if none is found."""
+        found = self.both_within(budgets)
+        return None if found is None else found[0]
+
+    def both_within(self, budgets: Budgets) -> tuple[Plan, Plan] | None:
+        """Return a plan that keeps to the budgets, without messages and, if it counts bytes, with them; None if none is found."""
+        is_sized = self.plan.sizes is not None
         limits = list(budgets)
         for _ in range(TRIES):
             chosen = self.chosen(limits)
             if chosen is None:
                 return None
             found = recompute_first(self.plan, chosen)
-            over = [0 if budget is None else peak - budget for peak, budget in zip(_peaks(found), budgets)]
+            found = replace(found, budgets=budgets) if is_sized else replace(found, slots=budgets)
+            finished = communicate(found) if is_sized else found
+            peaks = finished.device_peak_bytes if is_sized else finished.peak_slots
+            over = [0 if budget is None else peak - budget for peak, budget in zip(peaks, budgets)]
             if max(over) <= 0:
-                return replace(found, slots=budgets) if self.plan.sizes is None else replace(found, budgets=budgets)
+                return found, finished
             limits = [None if limit is None else limit - max(more, 0) for limit, more in zip(limits, over)]
         return None
 
     def chosen(self, limits: Sequence[int | None]) -> list[set[Which]] | None:
         """Choose the microbatches to recompute on each rank so that its own list keeps a limit; None if that is not enough."""
+        if (key := tuple(limits)) not in self._known:
+            self._known[key] = self._chosen(key)
+        return self._known[key]
+
+    def _chosen(self, limits: Sequence[int | None]) -> list[set[Which]] | None:
         found: list[set[Which]] = []
         for rank, limit in zip(self._ranks, limits):
             chosen = rank.chosen(limit)
@@ -188,15 +203,21 @@ class _Rank:
         alone = {stage for stage in mine if not {plan.neighbour(stage, -1), plan.neighbour(stage, +1)} & mine}
         self.able = alone - plan.routes.shared
         backward = {action.key: index for index, action in enumerate(lane) if action.op in BACKWARD}
+        self._slices = plan.slices
+        self._changes: dict[tuple[Op, int, int, int], tuple[tuple[int, int], tuple[int, int]]] = {}
         self._events = [
             self._event(action, backward.get(action.key) if action.op is Op.F and action.stage in self.able else None)
             for action in lane
         ]
 
     def _event(self, action: Action, backward: int | None = None) -> _Event:
-        usual, again = self._meter.usual, self._meter.recomputed
-        takes = _amount(usual.takes, action), _amount(again.takes, action)
-        return _Event(action.key, action.op, backward, takes, (_amount(usual.gives, action), _amount(again.gives, action)))
+        op, stage, unit, part, _ = action
+        kind = op, stage, unit % self._slices, part  # units are alike, but for the sizes of their slices
+        if kind not in self._changes:
+            usual, again = self._meter.usual, self._meter.recomputed
+            takes = _amount(usual.takes, action), _amount(again.takes, action)
+            self._changes[kind] = takes, (_amount(usual.gives, action), _amount(again.gives, action))
+        return _Event((stage, unit), op, backward, *self._changes[kind])
 
     @cached_property
     def _peak(self) -> int:

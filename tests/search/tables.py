@@ -9,8 +9,8 @@ from random import Random
 from bpipe.errors import ConfigurationError
 from bpipe.plan.plan import Plan
 from bpipe.schedules import Action, Costs, Link, Op, build
-from bpipe.search.fastest import Family
 from bpipe.search.setting import Setting
+from bpipe.search.work import Family
 from bpipe.tools.balancing import sizes_of
 
 FAMILIES = (

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from bpipe.passes.balance.greedy import PartSizes, Shortage
 from bpipe.passes.balance.insert_evictions import mirrored
 from bpipe.passes.balance.rank_planner import RankPlanner, RankSolution, SearchBudget
-from bpipe.passes.balance.rank_steps import steps_of
+from bpipe.passes.balance.rank_steps import RankSteps, steps_of
 from bpipe.passes.balance.remote_capacity import Capacity
 from bpipe.passes.balance.step_times import StepTimes, simulated, uniform
 from bpipe.passes.communicate import communicate, without_transfers
@@ -68,10 +68,17 @@ class Problem:
             sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
         self.plan = replace(without_transfers(plan, keeps_recomputed=keeps_recomputed), sizes=sizes)
         self.to, self.rule, self._costs = to, rule, costs
-        times = clock_of(self.plan, [self.plan.compute(rank) for rank in range(plan.num_ranks)])
-        self._finished = self.plan if sizes is None and costs is None else communicate(self.plan, times)
-        self._steps = steps_of(self.plan, self._finished, times)
-        self.peaks = [steps.peak for steps in self._steps]  # without evictions
+        self._times = clock_of(self.plan, [self.plan.compute(rank) for rank in range(plan.num_ranks)])
+        self._finished = self.plan if sizes is None and costs is None else communicate(self.plan, self._times)
+
+    @cached_property
+    def _steps(self) -> list[RankSteps]:
+        return steps_of(self.plan, self._finished, self._times)
+
+    @cached_property
+    def peaks(self) -> list[int]:
+        """The peak of each rank without evictions."""
+        return [steps.peak for steps in self._steps]
 
     @cached_property
     def ranks(self) -> list[RankPlanner]:
@@ -89,7 +96,8 @@ class Problem:
 
     def may_fit(self, budgets: Budgets) -> bool:
         """Return whether what exceeds the budgets of some ranks is no more than what others have room for; hosts have room."""
-        known = [(peak, budget) for peak, budget in zip(self.peaks, budgets) if budget is not None]
+        peaks = self._finished.peak_slots if self.plan.sizes is None else self._finished.device_peak_bytes
+        known = [(peak, budget) for peak, budget in zip(peaks, budgets) if budget is not None]
         return self.to.host != "no" or len(known) < len(budgets) or sum(peak - budget for peak, budget in known) <= 0
 
     def _parts(self, rank: int) -> PartSizes:
