@@ -17,7 +17,7 @@ __all__: list[str] = []
 CRITICAL = 0.8  # of all moves: those on the critical path
 TOGETHER = 0.4  # of all moves: those that also take the later computations of the kind
 MEAN_PLACES = 2.5
-FIRST_TEMPERATURE = 0.02  # of the step
+FIRST_TEMPERATURE = 0.01  # of the step
 ROUNDING = 1e-9
 ENDS = 1e-4  # the weight of the mean end of the ranks beside the step, so that a rank which ends earlier is worth something
 

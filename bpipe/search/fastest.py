@@ -81,13 +81,14 @@ def _made(works: Sequence[Work], known: Sequence[Found], effort: int, random: Ra
         return min(one.step_s for one in (*known, *found))
 
     bounds_s = [lower_bound_s(work.shop, [None] * len(work.shop.lanes)) for work in works]
-    for done, index in enumerate(sorted(range(len(works)), key=bounds_s.__getitem__)):
+    able = [index for index in sorted(range(len(works)), key=bounds_s.__getitem__) if bounds_s[index] < least_s() * (1 - ROUNDING)]
+    for done, index in enumerate(able):
         work = works[index]
-        for lanes in made(work, int(FIRST * effort / len(works)), random, least_s):
+        for lanes in made(work, int(FIRST * effort / len(able)), random, least_s):
             order_s = work.order_s(lanes)
             kept = work.kept(work.plan_of(lanes, MADE), least_s()) if order_s < least_s() * (1 - ROUNDING) else None
             found.append(Found(MADE, True, index, order_s, kept))
-        told(FIRST * (done + 1) / len(works))
+        told(FIRST * (done + 1) / len(able))
     return found + _improved(works, [*known, *found], MOST_IMPROVED, int((1 - FIRST) * effort), random, _between(FIRST, 1, told))
 
 

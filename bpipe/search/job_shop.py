@@ -83,6 +83,7 @@ class JobShop:
         consumers: of the result of each item.
         makers: the items whose results each item waits for.
         earlier: the items of the same stage that each one comes after.
+        later: the items of the same stage that come after each one.
         takes: what each item allocates before it runs, in the plan's unit of memory.
         gives: what it frees after it has run.
 
@@ -108,6 +109,10 @@ class JobShop:
                 self.makers[consumer.number].append(number)
         self._num_results = list(map(len, self.makers))
         self.earlier = list(self._earlier())
+        self.later: list[list[int]] = [[] for _ in self.actions]
+        for number, earlier in enumerate(self.earlier):
+            for other in earlier:
+                self.later[other].append(number)
         self.takes, self.gives = self._memory()
 
     @staticmethod

@@ -6,10 +6,13 @@ An order may at first take more memory than there is: then evictions and recompu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from random import Random
+from typing import NamedTuple
 
 from bpipe.passes.communicate import communicate
 from bpipe.passes.fit import Budgets
+from bpipe.plan.action import Op
 from bpipe.plan.plan import Plan
 from bpipe.search.anneal import ROUNDING, annealed
 from bpipe.search.bounds import lower_bound_s
@@ -23,7 +26,12 @@ __all__: list[str] = []
 
 MORE = (0, 1, 2, 4)  # microbatches of the largest stage that an order may at first take beyond the budgets
 LEVELS = 3  # of memory that is not kept free for messages: up to as much as the first named order needs for them
+CAPS = (1, 0, 2)  # microbatches beyond those that fit into all stages of a rank: caps of how many may have begun
 PATTERNS = 4  # orders that are annealed as patterns first, with half of the tries
+STARTS = 3  # orders that are annealed move by move, with the other half
+FEWEST_RULES = 24  # of list scheduling, that are tried with little effort
+LISTED = 0.3  # the share of the effort up to which more rules are tried, beside it
+ITEMS_LISTED = 10  # how many items run in the time in which one is listed
 MOST_RULES = 6  # of list scheduling, which are tried again with more memory: those that were the fastest
 
 
@@ -51,7 +59,12 @@ def made(work: Work, effort: int, random: Random, below_s: Callable[[], float]) 
     return _Making(work, random).orders(effort, below_s)
 
 
-_Listed = tuple[float, Rule | None, Lanes]  # how long an order takes, and the rule that led to it
+class _Listed(NamedTuple):
+    """An order that a rule led to, or a named one."""
+
+    order_s: float  # how long it takes
+    rule: Rule | None
+    lanes: Lanes
 
 
 class _Making:
@@ -61,33 +74,62 @@ class _Making:
 
     def orders(self, effort: int, below_s: Callable[[], float]) -> Iterator[Lanes]:
         """Do what `made` does."""
-        tries = effort // (len(self._levels()) * max(1, len(self._shop.actions)))
-        rules = list(self._rules())
-        for more, limits in self._levels():
-            if lower_bound_s(self._shop, limits if more else self._without_messages()) >= below_s() * (1 - ROUNDING):
+        levels = [one for one in self._levels() if self._bound_s(*one) < below_s() * (1 - ROUNDING)]
+        tries = effort // max(1, len(levels) * len(self._shop.actions))
+        rules = list(islice(self._rules(), max(FEWEST_RULES, int(LISTED * effort / (ITEMS_LISTED * len(self._shop.actions))))))
+        for more, limits in levels:
+            bound_s = self._bound_s(more, limits)
+            if bound_s >= below_s() * (1 - ROUNDING):
                 continue
-            ruled = self._listed(limits, rules)
-            rules = [rule for _, rule, _ in ruled if rule is not None][:MOST_RULES] or rules
+            orders = self._listed(limits, rules)
+            rules = [one.rule for one in orders if one.rule is not None][:MOST_RULES] or rules
             if not more:
-                ruled = self._fitting([*ruled, *self._with_less_for_messages(rules)])
-            if not ruled:
-                continue
-            if not more:
-                own = self._shop.peaks(ruled[0][2])
-                limits = tuple(None if limit is None else max(limit, peak) for limit, peak in zip(limits, own))
-            fits = self._fits if not more else lambda lanes: True
-            first = self._best_pattern([lanes for _, _, lanes in ruled], limits, tries // (2 * PATTERNS), fits)
-            least_s = lower_bound_s(self._shop, limits)
-            yield annealed(self._shop, first, limits, tries // 2, self._random, least_s=least_s, fits=fits)[-1]
+                orders = sorted([*orders, *self._with_less_for_messages(rules)], key=lambda one: one.order_s)
+            found = self._annealed(orders, limits, tries, bound_s, (lambda lanes: True) if more else self._fits)
+            if found is not None:
+                yield found
+
+    def _bound_s(self, more: int, limits: Budgets) -> float:
+        """Return what an order takes at least within the limits of a level."""
+        return lower_bound_s(self._shop, limits if more else self._without_messages())
+
+    def _annealed(
+        self, orders: Sequence[_Listed], limits: Budgets, tries: int, least_s: float, fits: Callable[[Lanes], bool]
+    ) -> Lanes | None:
+        """Return the fastest order that is found by annealing some of those that rules led to; None if none of these fits."""
+        firsts = list(islice(self._different(orders, fits), STARTS))
+        of_each = tries // (2 * PATTERNS)
+        for one in orders[:: -(-len(orders) // PATTERNS)] if firsts else ():  # a pattern seldom leads to another one
+            alike = annealed_pattern(self._shop, one.lanes, limits, of_each, self._random)
+            if alike is not None and (order_s := self._work.order_s(alike)) < firsts[0].order_s and fits(alike):
+                firsts.insert(0, _Listed(order_s, None, alike))
+        best: Lanes | None = None
+        for one in firsts[:STARTS]:
+            own = self._shop.peaks(one.lanes)
+            able = [None if limit is None else max(limit, peak) for limit, peak in zip(limits, own)]
+            each = tries // (2 * min(STARTS, len(firsts)))
+            found = annealed(self._shop, one.lanes, able, each, self._random, least_s=least_s, fits=fits)[-1]
+            if best is None or self._work.order_s(found) < self._work.order_s(best):
+                best = found
+        return best
+
+    @staticmethod
+    def _different(orders: Sequence[_Listed], fits: Callable[[Lanes], bool]) -> Iterator[_Listed]:
+        """Yield orders that take different times and fit, the fastest first."""
+        latest_s = 0.0
+        for one in orders:
+            if one.order_s > latest_s * (1 + ROUNDING) and fits(one.lanes):
+                latest_s = one.order_s
+                yield one
 
     def _listed(self, limits: Budgets, rules: Sequence[Rule]) -> list[_Listed]:
         """Return the orders that rules lead to within limits, and the named ones that fit, the fastest first."""
         found: list[_Listed] = []
         for rule in rules:
             if (lanes := listed(self._shop, limits, rule)) is not None:
-                found.append((self._work.order_s(lanes), rule, lanes))
+                found.append(_Listed(self._work.order_s(lanes), rule, lanes))
         named = [lanes for lanes in self._work.starts if all(map(self._shop.fits, lanes, limits))]
-        return sorted([*found, *((self._work.order_s(lanes), None, lanes) for lanes in named)], key=lambda one: one[0])
+        return sorted([*found, *(_Listed(self._work.order_s(lanes), None, lanes) for lanes in named)], key=lambda one: one.order_s)
 
     def _without_messages(self) -> Budgets:
         """Return the limits of the memory of microbatches if messages took none."""
@@ -103,31 +145,32 @@ class _Making:
             )
             yield from self._listed(limits, rules)
 
-    def _fitting(self, ruled: Sequence[_Listed]) -> list[_Listed]:
-        """Return the orders that keep the budgets with all messages, the fastest first."""
-        return [one for one in sorted(ruled, key=lambda one: one[0]) if self._fits(one[2])]
-
     def _fits(self, lanes: Lanes) -> bool:
         """Return whether an order keeps the budgets with all messages."""
         return self._setting.fits(communicate(self._shop.plan_of(lanes)))
 
-    def _best_pattern(self, orders: Sequence[Lanes], limits: Budgets, tries: int, fits: Callable[[Lanes], bool]) -> Lanes:
-        """Return the fastest order, or one that is faster still because some of them were annealed as patterns."""
-        first, least = orders[0], self._work.order_s(orders[0])
-        for lanes in orders[:: -(-len(orders) // PATTERNS)]:  # of all kinds, because a pattern seldom leads to another one
-            alike = annealed_pattern(self._shop, lanes, limits, tries, self._random)
-            if alike is not None and self._work.order_s(alike) < least and fits(alike):
-                first, least = alike, self._work.order_s(alike)
-        return first
-
     def _rules(self) -> Iterator[Rule]:
-        """Yield rules of list scheduling: general ones, and such as follow a named schedule in some way."""
-        yield from RULES
+        """Yield rules of list scheduling: such as follow a named schedule in some way, and general ones within some caps."""
+        caps: list[Sequence[int] | None] = [None, *self._caps()]
         for lanes in self._work.starts:
             if (times := self._shop.run(lanes)) is not None:
                 yield Rule(like=times.begin_s)
-            most = most_begun(self._shop, lanes)
-            yield from (rule._replace(most=most) for rule in RULES)
+            caps.append(most_begun(self._shop, lanes))
+        for rule in RULES:
+            yield from (rule._replace(most=most) for most in caps)
+
+    def _caps(self) -> Iterator[Sequence[int]]:
+        """Yield how many microbatches may be between forward and backward: about as many as fit into all stages of a rank."""
+        whole = [0] * len(self._limits)
+        for number, (op, _, unit, *_) in enumerate(self._shop.actions):
+            if op is Op.F and unit == self._shop.actions[0].microbatch:
+                whole[self._shop.rank[number]] += self._shop.takes[number]
+        fitting = [limit // amount for limit, amount in zip(self._limits, whole) if limit is not None and amount]
+        num_stages = self._shop.plan.num_stages
+        for more in CAPS if fitting else ():
+            yield [max(1, min(fitting) + more)] * num_stages
+        if fitting:
+            yield [1 + round(min(fitting) * (1 - stage / num_stages)) for stage in range(num_stages)]
 
     def _levels(self) -> list[tuple[int, Budgets]]:
         """Return the limits of memory, each with the microbatches by which they are beyond the budgets."""
