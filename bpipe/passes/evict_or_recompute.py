@@ -13,7 +13,7 @@ from math import inf
 from typing import NamedTuple
 
 from bpipe.errors import BudgetError, ConfigurationError
-from bpipe.passes.balance.problem import Problem, Solution
+from bpipe.passes.balance.problem import Problem, Solution, may_fit
 from bpipe.passes.communicate import communicate, computations_only
 from bpipe.passes.fit import Budgets, checked, raised, refusal, smallest
 from bpipe.passes.recompute import RecomputeSearch, Which, recompute_first
@@ -22,7 +22,7 @@ from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 from bpipe.simulator.costs import Costs
-from bpipe.simulator.simulation import simulate
+from bpipe.simulator.simulation import simulated_times
 
 __all__ = ["evict_or_recompute"]
 
@@ -128,7 +128,8 @@ class _Search:
         self._plan, self._to, self._costs, self._bound_s, self._below_s = plan, to, costs, bound_s, below_s
         finished = communicate(plan)
         self._recompute = RecomputeSearch(plan, finished)
-        self._highest = max(finished.device_peak_bytes)
+        self._peaks = finished.device_peak_bytes
+        self._highest = max(self._peaks)
         self._none: Recomputed = (frozenset(),) * plan.num_ranks
 
     def within(self, budgets: Budgets, way: Way | None = None) -> Mixed | None:
@@ -210,6 +211,8 @@ class _Search:
 
     def _attempt(self, budgets: Budgets, recomputed: Recomputed, beyond: int = 0) -> Mixed | None:
         """Balance the plan with some microbatches recomputed, or return None if that does not keep the budgets."""
+        if not any(recomputed) and not may_fit(self._peaks, budgets, self._to):
+            return None
         base = recompute_first(self._plan, recomputed)
         problem = Problem(base, base.sizes, self._to, self._costs, "fewest", keeps_recomputed=True)
         solution = problem.solve(budgets, thorough=False) if problem.may_fit(budgets) else ""
@@ -230,7 +233,7 @@ class _Search:
 
     def _of(self, plan: Plan, finished: Plan, exposed: tuple[tuple[Which, ...], ...], way: Way) -> Mixed:
         recomputed = tuple(frozenset(plan.recomputed(rank)) for rank in range(plan.num_ranks))
-        return Mixed(plan, finished, recomputed, exposed, simulate(finished, self._costs).makespan_s, way)
+        return Mixed(plan, finished, recomputed, exposed, simulated_times(finished, self._costs).makespan_s, way)
 
     def refusal(self, given: Budgets) -> BudgetError:
         """Return the error for budgets that cannot be met."""

@@ -8,14 +8,16 @@ waited for. This is nearly the simulator's model, in a fraction of its time, so 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.insert_evictions import mirrored
 from bpipe.passes.communicate import received_by
 from bpipe.plan.action import COMPUTE, HOST, Action, Identity, Op, OpKey
+from bpipe.plan.meter import Amount, Amounts
 from bpipe.plan.order import needs
 from bpipe.plan.plan import Plan
 from bpipe.simulator.costs import Costs
@@ -82,10 +84,6 @@ class JobShop:
         seconds: that each item takes.
         consumers: of the result of each item.
         makers: the items whose results each item waits for.
-        earlier: the items of the same stage that each one comes after.
-        later: the items of the same stage that come after each one.
-        takes: what each item allocates before it runs, in the plan's unit of memory.
-        gives: what it frees after it has run.
 
     Raises:
         ConfigurationError: each microbatch of the plan has a path of its own, or its gradients stay in their stages.
@@ -108,12 +106,30 @@ class JobShop:
             for consumer in consumers:
                 self.makers[consumer.number].append(number)
         self._num_results = list(map(len, self.makers))
-        self.earlier = list(self._earlier())
-        self.later: list[list[int]] = [[] for _ in self.actions]
+
+    @cached_property
+    def earlier(self) -> list[list[int]]:
+        """The items of the same stage that each one comes after."""
+        return list(self._earlier())
+
+    @cached_property
+    def later(self) -> list[list[int]]:
+        """The items of the same stage that come after each one."""
+        later: list[list[int]] = [[] for _ in self.actions]
         for number, earlier in enumerate(self.earlier):
             for other in earlier:
-                self.later[other].append(number)
-        self.takes, self.gives = self._memory()
+                later[other].append(number)
+        return later
+
+    @cached_property
+    def takes(self) -> list[int]:
+        """What each item allocates before it runs, in the plan's unit of memory."""
+        return self._amounts(lambda amounts: amounts.takes)
+
+    @cached_property
+    def gives(self) -> list[int]:
+        """What each item frees after it has run."""
+        return self._amounts(lambda amounts: amounts.gives)
 
     @staticmethod
     def _items(plan: Plan, rank: int) -> list[Action]:
@@ -188,16 +204,16 @@ class JobShop:
                 latest[series, stage] = number
             yield found
 
-    def _memory(self) -> tuple[list[int], list[int]]:
+    def _amounts(self, of: Callable[[Amounts], Mapping[Op, Amount]]) -> list[int]:
         meter = self.plan.meter() if self.plan.sizes is None else self.plan.activations_meter()
         again = {action.key for action in self.actions if action.op is Op.R}
-        takes, gives = [0] * len(self.actions), [0] * len(self.actions)
+        usual, recomputed = of(meter.usual), of(meter.recomputed)
+        found = [0] * len(self.actions)
         for number, action in enumerate(self.actions):
-            amounts = meter.recomputed if action.key in again else meter.usual
-            for by_op, found in ((amounts.takes, takes), (amounts.gives, gives)):
-                if (amount := by_op.get(action.op)) is not None:
-                    found[number] = amount(action)
-        return takes, gives
+            amount = (recomputed if action[1:3] in again else usual).get(action[0])
+            if amount is not None:
+                found[number] = amount(action)
+        return found
 
     def run(self, lanes: Lanes) -> Times | None:
         """Return when everything runs in an order; None if it never ends, because ranks wait for each other in a cycle."""

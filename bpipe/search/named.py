@@ -71,20 +71,20 @@ def chosen(works: Sequence[Work], *, all_kept: bool = False, told: Callable[[flo
     """Do what `named` does for families whose work is known, without proof."""
     candidates = [one for index, work in enumerate(works) for one in _candidates(index, work)]
     candidates.sort(key=lambda one: one.order_s)
-    limit_s = inf if all_kept else _judged(candidates)
     if all_kept:
         for one in candidates:
             one.keep(one.judge.kept(one.judged))
+    else:
+        _judge(candidates)
     told(0.5)
     candidates.sort(key=lambda one: (one.estimate_s, one.order_s))
     found: list[Found] = []
     least_s = inf
     for number, one in enumerate(candidates):
-        kept = one.kept
-        if one.judge is not one.work and (one.estimate_s <= limit_s or least_s == inf):
-            wanted_s = inf if all_kept else least_s
-            is_wanted = one.order_s < wanted_s * (1 - ROUNDING) and one.estimate_s <= wanted_s * (1 + NEAR)
-            kept = one.work.kept(one.order, wanted_s, kept and kept.way) if is_wanted else None
+        kept = one.kept if one.judge is one.work else None
+        wanted_s = inf if all_kept else least_s
+        if one.judge is not one.work and one.order_s < wanted_s * (1 - ROUNDING) and one.estimate_s <= wanted_s * (1 + NEAR):
+            kept = one.work.kept(one.order, wanted_s, one.kept and one.kept.way)
         found.append(Found(one.order.name, False, one.family, one.order_s, kept))
         least_s = min(least_s, found[-1].step_s)
         told(0.5 + 0.5 * (number + 1) / len(candidates))
@@ -98,8 +98,8 @@ def _candidates(index: int, work: Work) -> Iterator[_Candidate]:
         yield _Candidate(index, work, order, work.order_s(lanes), judge, judged, judge.order_s(judged_lanes))
 
 
-def _judged(candidates: Sequence[_Candidate]) -> float:
-    """Keep candidates within the budgets where they are judged, and return the seconds beyond which none need be planned.
+def _judge(candidates: Sequence[_Candidate]) -> None:
+    """Keep candidates within the budgets where they are judged, as far as they can be the fastest.
 
     First come those that keep the budgets as they are, because that takes little time, and what they reach rules others out.
     """
@@ -113,4 +113,3 @@ def _judged(candidates: Sequence[_Candidate]) -> float:
         if one.kept is None and one.order_s < limit_s * (1 - ROUNDING):
             one.keep(one.judge.kept_by_moving(one.judged, limit_s * one.judged_order_s / one.order_s))
             least_s = min(least_s, one.estimate_s)
-    return least_s * (1 + NEAR)

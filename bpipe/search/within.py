@@ -13,7 +13,7 @@ from bpipe.passes.recompute import RecomputeSearch
 from bpipe.plan.plan import Plan
 from bpipe.search.setting import Setting
 from bpipe.simulator.costs import Costs
-from bpipe.simulator.simulation import simulate
+from bpipe.simulator.simulation import simulated_times
 
 __all__: list[str] = []
 
@@ -28,7 +28,7 @@ class Kept(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Kept:
         """Simulate a plan."""
-        return cls(plan, simulate(plan, costs).makespan_s)
+        return cls(plan, simulated_times(plan, costs).makespan_s)
 
     @property
     def evicts(self) -> bool:

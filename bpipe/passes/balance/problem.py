@@ -44,6 +44,12 @@ class Solution(NamedTuple):
         return sum(late for late, _ in costs), sum(moved for _, moved in costs)
 
 
+def may_fit(peaks: Sequence[int], budgets: Budgets, to: Destinations) -> bool:
+    """Return whether what exceeds the budgets of some ranks is no more than what others have room for; hosts have room."""
+    known = [(peak, budget) for peak, budget in zip(peaks, budgets) if budget is not None]
+    return to.host != "no" or len(known) < len(budgets) or sum(peak - budget for peak, budget in known) <= 0
+
+
 class Problem:
     """A plan to be balanced, and all that does not change from one attempt to the next.
 
@@ -95,10 +101,8 @@ class Problem:
         return ranks
 
     def may_fit(self, budgets: Budgets) -> bool:
-        """Return whether what exceeds the budgets of some ranks is no more than what others have room for; hosts have room."""
-        peaks = self._finished.peak_slots if self.plan.sizes is None else self._finished.device_peak_bytes
-        known = [(peak, budget) for peak, budget in zip(peaks, budgets) if budget is not None]
-        return self.to.host != "no" or len(known) < len(budgets) or sum(peak - budget for peak, budget in known) <= 0
+        """Return whether evictions can keep all ranks within their budgets as far as their peaks decide it."""
+        return may_fit(self._finished.peak_slots if self.plan.sizes is None else self._finished.device_peak_bytes, budgets, self.to)
 
     def _parts(self, rank: int) -> PartSizes:
         by_slice = (None,) if self.plan.sizes is None else self.plan.sizes.by_slice

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from bpipe.passes.balance.rank_steps import RankSteps
 from bpipe.plan.plan import Plan
 from bpipe.simulator.costs import Costs
-from bpipe.simulator.simulation import simulate
+from bpipe.simulator.simulation import simulated_times
 
 __all__: list[str] = []
 
@@ -35,7 +35,7 @@ def uniform(num_steps: int, largest: int, *, hides: bool) -> StepTimes:
 
 def simulated(finished: Plan, ranks: Sequence[RankSteps], costs: Costs) -> Iterator[StepTimes]:
     """Yield the times of each rank of a plan without evictions, but with messages, simulated."""
-    timeline = simulate(finished, costs)
+    timeline = simulated_times(finished, costs)
     for rank, steps in enumerate(ranks):
         spans = iter(timeline.computations(rank))
         begins: list[float] = []
