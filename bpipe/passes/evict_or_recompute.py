@@ -28,6 +28,7 @@ __all__ = ["evict_or_recompute"]
 
 ROUNDS = 8  # of trying to recompute more
 ROUNDING = 1e-9
+SLOW = 1.1  # times a step, for what need not be tried; less is no proof for plans that recompute more, or other microbatches
 ALL = 2**62  # bytes: a rank evicts all that is beyond its budget
 
 Recomputed = tuple[frozenset[Which], ...]  # the microbatches that a plan recomputes, by rank
@@ -107,7 +108,7 @@ def attempt(
     """Do what `evict_or_recompute` does, and return None if the budgets cannot be met, without looking for those that can.
 
     Args:
-        bound_s: what a step takes at least that recomputes some microbatches; it never falls where more are recomputed.
+        bound_s: what a step takes at least that recomputes some microbatches.
         below_s: the seconds that the step must not reach; else the result may be None, too.
         way: of the same plan of fewer microbatches, to be tried first: if it keeps the budgets, nothing else is tried.
     """
@@ -175,8 +176,8 @@ class _Search:
 
     def _enough(self, budgets: Budgets, alone: Mixed | None, below_s: float = inf) -> Mixed | None:
         """Recompute as little as possible so that the balance pass can keep the budgets; None if that takes too long."""
-        known: dict[Recomputed, tuple[bool, Mixed | None]] = {}  # whether it takes too long, else what was found
         below_s = below_s if alone is None else min(below_s, alone.step_s)
+        known: dict[Recomputed, tuple[bool, Mixed | None]] = {}  # whether it works, and what was found if that may be fast enough
 
         def attempt(less: int) -> tuple[int, Mixed | None] | None:
             beyond = max(0, self._highest - less)
@@ -185,10 +186,13 @@ class _Search:
                 return None
             recomputed = tuple(map(frozenset, chosen))
             if recomputed not in known:
-                is_slow = self._bound_s(recomputed) >= below_s  # then what recomputes more is, too, but less may do
-                known[recomputed] = is_slow, None if is_slow else self._attempt(budgets, recomputed, beyond)
-            is_slow, found = known[recomputed]
-            return (less, found) if is_slow or found is not None else None
+                if self._bound_s(recomputed) >= SLOW * below_s:  # then what recomputes more is slow, too, but less may do
+                    known[recomputed] = self._problem(recomputed).may_fit(budgets), None
+                else:
+                    found = self._attempt(budgets, recomputed, beyond)
+                    known[recomputed] = found is not None, found
+            works, found = known[recomputed]
+            return (less, found) if works else None
 
         most = (self._highest, alone) if alone is not None else attempt(self._highest)
         return None if most is None else smallest(attempt, 1, most, self._highest)[1]
@@ -213,8 +217,7 @@ class _Search:
         """Balance the plan with some microbatches recomputed, or return None if that does not keep the budgets."""
         if not any(recomputed) and not may_fit(self._peaks, budgets, self._to):
             return None
-        base = recompute_first(self._plan, recomputed)
-        problem = Problem(base, base.sizes, self._to, self._costs, "fewest", keeps_recomputed=True)
+        problem = self._problem(recomputed)
         solution = problem.solve(budgets, thorough=False) if problem.may_fit(budgets) else ""
         if not isinstance(solution, Solution):
             return None
@@ -230,6 +233,10 @@ class _Search:
             able = self._recompute.able(rank)
             exposed.append(tuple(dict.fromkeys(e.which[:2] for e in late if e.which[0] in able)))
         return self._of(found, finished, tuple(exposed), Way(beyond))
+
+    def _problem(self, recomputed: Recomputed) -> Problem:
+        base = recompute_first(self._plan, recomputed)
+        return Problem(base, base.sizes, self._to, self._costs, "fewest", keeps_recomputed=True)
 
     def _of(self, plan: Plan, finished: Plan, exposed: tuple[tuple[Which, ...], ...], way: Way) -> Mixed:
         recomputed = tuple(frozenset(plan.recomputed(rank)) for rank in range(plan.num_ranks))

@@ -55,7 +55,7 @@ def kept_within(
     Args:
         order: of whole computations, without transfers, with the setting's sizes.
         setting: the budgets, the costs, and what may be done.
-        bound_s: what a step of this order takes at least that recomputes some microbatches; it never falls where more are.
+        bound_s: what a step of this order takes at least that recomputes some microbatches.
         below_s: the seconds that the step must not reach; else the result may be None, too.
         way: of the same order of fewer microbatches: if it keeps the budgets here, too, nothing else is tried.
     """
