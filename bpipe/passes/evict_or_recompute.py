@@ -135,10 +135,14 @@ class _Search:
 
     def within(self, budgets: Budgets, way: Way | None = None) -> Mixed | None:
         """Return the fastest plan that is found within the budgets, or the one that a way leads to; None if there is none."""
-        if way is not None and way.beyond is None:
-            return self._recomputing(budgets, self._below_s)
-        if way is not None and (repeated := self._repeated(budgets, way, way.beyond or 0)) is not None:
-            return repeated
+        if way is not None:
+            chosen = self._recompute.chosen(raised(budgets, way.beyond or 0))
+            if chosen is not None and self._bound_s(tuple(map(frozenset, chosen))) >= self._below_s:
+                return None
+            if way.beyond is None:
+                return self._recomputing(budgets)
+            if (repeated := self._repeated(budgets, way, way.beyond)) is not None:
+                return repeated
         first = self._attempt(budgets, self._none, ALL)
         if first is not None and first.step_s <= self._bound_s(self._none) * (1 + ROUNDING):
             return first  # nothing waits for its evictions

@@ -63,6 +63,11 @@ class _Candidate:
     kept: Kept | None = None  # there
     estimate_s: float = inf  # of all microbatches, by what is kept there
 
+    @property
+    def likely_s(self) -> float:
+        """The estimate, and more where it must move or recompute, which takes more of all microbatches than of few."""
+        return self.estimate_s * (1 if self.kept is None or self.kept.way is None else 1 + NEAR)
+
     def keep(self, kept: Kept | None) -> None:
         self.kept, self.estimate_s = kept, inf if kept is None else self.order_s * kept.step_s / self.judged_order_s
 
@@ -77,7 +82,7 @@ def chosen(works: Sequence[Work], *, all_kept: bool = False, told: Callable[[flo
     else:
         _judge(candidates)
     told(0.5)
-    candidates.sort(key=lambda one: (one.estimate_s, one.order_s))
+    candidates.sort(key=lambda one: (one.likely_s, one.order_s))
     found: list[Found] = []
     least_s = inf
     for number, one in enumerate(candidates):
