@@ -27,6 +27,7 @@ MICROBATCH = 1000  # bytes that a rank's share of the model keeps
 LINKS = {"fast links": 0.3, "slow links": 2.0}  # forwards that it takes to evict a microbatch
 BUDGET = 0.6  # of what 1F1B's first rank needs
 CHOICE_S, SEARCH_S = 1.0, 10.0  # the most that may be taken
+WHY = "over slow links more schedules are near the fastest, and have to be judged within the budget"
 UNITS = 5  # simulations whose median is the unit
 
 
@@ -101,6 +102,7 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
             value=row["share"],
             low=row["share"],
             high=row["share"],
+            why=WHY,
         )
         for row in rows
     ]

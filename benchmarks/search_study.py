@@ -103,11 +103,11 @@ def solved(index: int) -> list[Row]:
 
 
 COLUMNS = {
-    TABLES: (
+    TABLES.name: (
         *("index", "p", "m", "budget", "message", "eviction", "named_fits", "found"),
         *("not_worse", "replays", "made", "evicts", "recomputes", "gain"),
     ),
-    SMALL: ("index", "family", "budget", "proven", "over_exact", "over_bound"),
+    SMALL.name: ("index", "family", "budget", "proven", "over_exact", "over_bound"),
 }
 
 
@@ -128,7 +128,7 @@ def extend(path: Path, measure: Callable[[int], list[Row]], indices: Iterable[in
         rows = measure(index)
         is_new = not path.exists()
         with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS[path], lineterminator="\n", restval="")
+            writer = csv.DictWriter(file, COLUMNS[path.name], lineterminator="\n", restval="")
             if is_new:
                 writer.writeheader()
             writer.writerows(rows)
