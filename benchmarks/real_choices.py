@@ -25,9 +25,10 @@ from bpipe.partition import LayerCost, choose_stages, slice_lengths
 from bpipe.partition.cut_search import even, pieces
 from bpipe.partition.layers import Chain
 from bpipe.schedules import Costs, Link, Plan, build, simulate
-from bpipe.search.fastest import Family, searched
+from bpipe.search.fastest import searched
 from bpipe.search.setting import Setting
 from bpipe.search.within import kept_within
+from bpipe.search.work import Family
 from bpipe.tools.balancing import sizes_of
 from tests.ranks import run_ranks
 

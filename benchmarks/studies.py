@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from benchmarks import against_torch, balanced_plain, growth, many_ranks, one_gpu, overheads, real_choices, same_cap, sliced_plain
+from benchmarks import (
+    against_torch,
+    balanced_plain,
+    growth,
+    many_ranks,
+    one_gpu,
+    overheads,
+    planning_time,
+    real_choices,
+    same_cap,
+    search_study,
+    sliced_plain,
+)
 
 STUDIES = (
     against_torch.STUDY,
@@ -14,4 +26,6 @@ STUDIES = (
     one_gpu.STUDY,
     growth.STUDY,
     many_ranks.STUDY,
+    planning_time.STUDY,
+    search_study.STUDY,
 )

@@ -14,9 +14,11 @@ from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.passes.communicate import communicate
 from bpipe.plan.action import COMPUTE
 from bpipe.search.bounds import lower_bound_s
-from bpipe.search.fastest import MADE, Family, searched
+from bpipe.search.fastest import MADE, searched
 from bpipe.search.job_shop import JobShop
-from bpipe.search.within import Kept, kept_within
+from bpipe.search.named import named
+from bpipe.search.within import Kept, kept_as_it_is, kept_within
+from bpipe.search.work import Family
 from bpipe.verifier.proof import verify
 
 __all__: list[str] = []
@@ -135,15 +137,15 @@ def compared(question: Question, *, told: Told = lambda done: None) -> list[Trie
         elif (key := (way.layout, way.order.actions)) not in seen:
             seen.add(key)
             order_s = sum(way.spent)
-            as_it_is = replace(way.setting, evicts=False, recomputes=False)
-            tried.append(Tried(way, order_s, kept_within(way.order, as_it_is) if order_s < least * (1 + MOVING) else None))
+            tried.append(Tried(way, order_s, kept_as_it_is(way.order, way.setting) if order_s < least * (1 + MOVING) else None))
             least = min(least, tried[-1].price)
-    tried.sort(key=lambda one: one.order_s)
-    for done, one in enumerate(tried):
-        told(0.5 + done / len(tried) / 2)
-        if one.kept is None and one.order_s < least:
-            tried[done] = replace(one, kept=kept_within(one.way.order, one.way.setting))
-            least = min(least, tried[done].price)
+    pending = [one for one in tried if one.kept is None and one.order_s < least]
+    if pending:
+        still = sorted((one for one in tried if one.kept is not None), key=lambda one: one.price)[:1]  # rules others out
+        families = [Family(starts=(one.way.order,), setting=one.way.setting) for one in [*pending, *still]]
+        kept = {one.family: one.kept for one in named(families, told=lambda done: told((1 + done) / 2))}
+        moved = [replace(one, kept=kept[number]) for number, one in enumerate(pending)]
+        tried = [one for one in tried if one not in pending] + moved
     return tried
 
 

@@ -7,12 +7,13 @@ result is never slower than recomputing alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import NamedTuple
 
 from bpipe.errors import BudgetError, ConfigurationError
-from bpipe.passes.balance.problem import Problem, Solution
+from bpipe.passes.balance.problem import Problem, Solution, may_fit
 from bpipe.passes.communicate import communicate, computations_only
 from bpipe.passes.fit import Budgets, checked, raised, refusal, smallest
 from bpipe.passes.recompute import RecomputeSearch, Which, recompute_first
@@ -21,20 +22,35 @@ from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 from bpipe.simulator.costs import Costs
-from bpipe.simulator.simulation import simulate
+from bpipe.simulator.simulation import simulated_times
 
 __all__ = ["evict_or_recompute"]
 
 ROUNDS = 8  # of trying to recompute more
+ROUNDING = 1e-9
+SLOW = 1.1  # times a step, for what need not be tried; less is no proof for plans that recompute more, or other microbatches
+ALL = 2**62  # bytes: a rank evicts all that is beyond its budget
+
+Recomputed = tuple[frozenset[Which], ...]  # the microbatches that a plan recomputes, by rank
+Bound = Callable[[Recomputed], float]  # the seconds that a step takes at least which recomputes these
 
 
-class _Mixed(NamedTuple):
+class Way(NamedTuple):
+    """How a plan came to keep its budgets, so that the same may be done to one of more microbatches."""
+
+    beyond: int | None = None  # the bytes beyond its budget that a rank evicts; None: it recomputes all of them
+    shares: tuple[float, ...] = ()  # of the evictions that nothing hides, those that were recomputed instead, again and again
+
+
+class Mixed(NamedTuple):
     """A plan that evicts and recomputes."""
 
     plan: Plan  # the plan, without transfers between stages
-    recomputed: tuple[frozenset[Which], ...]  # the microbatches that it recomputes, by rank
+    finished: Plan  # the plan with them
+    recomputed: Recomputed
     exposed: tuple[tuple[Which, ...], ...]  # the microbatches whose transfers are not hidden, the largest first, by rank
     step_s: float  # the simulated seconds of a step
+    way: Way
 
 
 def evict_or_recompute(
@@ -78,24 +94,60 @@ def evict_or_recompute(
     return found.plan
 
 
-def attempt(plan: Plan, sizes: Sizes, budgets: Budgets, costs: Costs, to: Destinations) -> Plan | None:
-    """Do what `evict_or_recompute` does, and return None if the budgets cannot be met, without looking for those that can."""
-    found = _Search(replace(computations_only(plan), sizes=sizes), to, costs).within(budgets)
-    return None if found is None else found.plan
+def attempt(
+    plan: Plan,
+    sizes: Sizes,
+    budgets: Budgets,
+    costs: Costs,
+    to: Destinations,
+    *,
+    bound_s: Bound = lambda _: 0.0,
+    below_s: float = inf,
+    way: Way | None = None,
+) -> Mixed | None:
+    """Do what `evict_or_recompute` does, and return None if the budgets cannot be met, without looking for those that can.
+
+    Args:
+        bound_s: what a step takes at least that recomputes some microbatches.
+        below_s: the seconds that the step must not reach; else the result may be None, too.
+        way: of the same plan of fewer microbatches, to be tried first: if it keeps the budgets, nothing else is tried.
+    """
+    return _Search(replace(computations_only(plan), sizes=sizes), to, costs, bound_s, below_s).within(budgets, way)
 
 
 class _Search:
-    """The plans that evict and recompute within some budgets."""
+    """The plans that evict and recompute within some budgets.
 
-    def __init__(self, plan: Plan, to: Destinations, costs: Costs) -> None:
-        self._plan, self._to, self._costs = plan, to, costs
-        self._recompute = RecomputeSearch(plan)
-        self._highest = max(communicate(plan).device_peak_bytes)
+    Args:
+        bound_s: what a step takes at least that recomputes some microbatches, so that what takes too long need not be tried.
+        below_s: the seconds that the step must not reach.
+    """
 
-    def within(self, budgets: Budgets) -> _Mixed | None:
-        """Return the fastest plan that is found within the budgets, or None if there is none."""
-        alone = self._recomputing(budgets)
-        mixed = self._enough(budgets, alone)
+    def __init__(
+        self, plan: Plan, to: Destinations, costs: Costs, bound_s: Bound = lambda _: 0.0, below_s: float = inf
+    ) -> None:
+        self._plan, self._to, self._costs, self._bound_s, self._below_s = plan, to, costs, bound_s, below_s
+        finished = communicate(plan)
+        self._recompute = RecomputeSearch(plan, finished)
+        self._peaks = finished.device_peak_bytes
+        self._highest = max(self._peaks)
+        self._none: Recomputed = (frozenset(),) * plan.num_ranks
+
+    def within(self, budgets: Budgets, way: Way | None = None) -> Mixed | None:
+        """Return the fastest plan that is found within the budgets, or the one that a way leads to; None if there is none."""
+        if way is not None:
+            chosen = self._recompute.chosen(raised(budgets, way.beyond or 0))
+            if chosen is not None and self._bound_s(tuple(map(frozenset, chosen))) >= self._below_s:
+                return None
+            if way.beyond is None:
+                return self._recomputing(budgets)
+            if (repeated := self._repeated(budgets, way, way.beyond)) is not None:
+                return repeated
+        first = self._attempt(budgets, self._none, ALL)
+        if first is not None and first.step_s <= self._bound_s(self._none) * (1 + ROUNDING):
+            return first  # nothing waits for its evictions
+        alone = self._recomputing(budgets, self._below_s if first is None else min(self._below_s, first.step_s))
+        mixed = self._enough(budgets, alone, self._below_s) if first is None else first
         if mixed is None:
             return alone
         for _ in range(ROUNDS):
@@ -105,45 +157,77 @@ class _Search:
             mixed = better
         return mixed if alone is None else min(mixed, alone, key=lambda one: one.step_s)
 
-    def _recomputing(self, budgets: Budgets) -> _Mixed | None:
-        """Return the plan that only recomputes."""
-        found = self._recompute.within(budgets)
-        return None if found is None else self._of(found, ((),) * found.num_ranks)
+    def _repeated(self, budgets: Budgets, way: Way, beyond: int) -> Mixed | None:
+        """Return the plan that a way leads to which evicts; None if that does not keep the budgets."""
+        chosen = self._recompute.chosen(raised(budgets, beyond))
+        mixed = None if chosen is None else self._attempt(budgets, tuple(map(frozenset, chosen)), beyond)
+        if mixed is None:
+            return None
+        for share in way.shares:
+            number = round(share * max(map(len, mixed.exposed)))
+            better = self._recomputing_more(mixed, number, budgets) if number else None
+            if better is not None and better.step_s < mixed.step_s:
+                mixed = better
+        return mixed
 
-    def _enough(self, budgets: Budgets, alone: _Mixed | None) -> _Mixed | None:
-        """Recompute as little as possible so that the balance pass can keep the budgets."""
-        first = self._attempt(budgets, (frozenset(),) * self._plan.num_ranks)
-        if first is not None:
-            return first
+    def _recomputing(self, budgets: Budgets, below_s: float = inf) -> Mixed | None:
+        """Return the plan that only recomputes; None if there is none, or if it takes too long."""
+        chosen = self._recompute.chosen(budgets)
+        if chosen is None or self._bound_s(tuple(map(frozenset, chosen))) >= below_s:
+            return None
+        found = self._recompute.both_within(budgets)
+        return None if found is None else self._of(*found, ((),) * self._plan.num_ranks, Way())
 
-        def attempt(less: int) -> tuple[int, _Mixed] | None:
-            chosen = self._recompute.chosen(raised(budgets, max(0, self._highest - less)))
-            found = None if chosen is None else self._attempt(budgets, tuple(map(frozenset, chosen)))
-            return None if found is None else (less, found)
+    def _enough(self, budgets: Budgets, alone: Mixed | None, below_s: float = inf) -> Mixed | None:
+        """Recompute as little as possible so that the balance pass can keep the budgets; None if that takes too long."""
+        below_s = below_s if alone is None else min(below_s, alone.step_s)
+        known: dict[Recomputed, tuple[bool, Mixed | None]] = {}  # whether it works, and what was found if that may be fast enough
+
+        def attempt(less: int) -> tuple[int, Mixed | None] | None:
+            beyond = max(0, self._highest - less)
+            chosen = self._recompute.chosen(raised(budgets, beyond))
+            if chosen is None:
+                return None
+            recomputed = tuple(map(frozenset, chosen))
+            if recomputed not in known:
+                if self._bound_s(recomputed) >= SLOW * below_s:  # then what recomputes more is slow, too, but less may do
+                    known[recomputed] = self._problem(recomputed).may_fit(budgets), None
+                else:
+                    found = self._attempt(budgets, recomputed, beyond)
+                    known[recomputed] = found is not None, found
+            works, found = known[recomputed]
+            return (less, found) if works else None
 
         most = (self._highest, alone) if alone is not None else attempt(self._highest)
         return None if most is None else smallest(attempt, 1, most, self._highest)[1]
 
-    def _with_more(self, mixed: _Mixed, budgets: Budgets) -> Iterator[_Mixed]:
+    def _with_more(self, mixed: Mixed, budgets: Budgets) -> Iterator[Mixed]:
         """Yield plans that also recompute evictions that nothing hides: all of them, half of them on each rank, and so on."""
-        share = max(map(len, mixed.exposed), default=0)
-        while share:
-            chosen = [old.union(new[:share]) for old, new in zip(mixed.recomputed, mixed.exposed)]
-            found = self._attempt(budgets, tuple(chosen))
+        number = max(map(len, mixed.exposed), default=0)
+        while number:
+            found = self._recomputing_more(mixed, number, budgets)
             if found is not None:
                 yield found
-            share //= 2
+            number //= 2
 
-    def _attempt(self, budgets: Budgets, recomputed: tuple[frozenset[Which], ...]) -> _Mixed | None:
+    def _recomputing_more(self, mixed: Mixed, number: int, budgets: Budgets) -> Mixed | None:
+        """Recompute some more evictions on each rank; return None if that does not keep the budgets, or is too slow."""
+        chosen = tuple(old.union(new[:number]) for old, new in zip(mixed.recomputed, mixed.exposed))
+        found = None if self._bound_s(chosen) >= mixed.step_s else self._attempt(budgets, chosen)
+        share = number / max(map(len, mixed.exposed))
+        return found and found._replace(way=mixed.way._replace(shares=(*mixed.way.shares, share)))
+
+    def _attempt(self, budgets: Budgets, recomputed: Recomputed, beyond: int = 0) -> Mixed | None:
         """Balance the plan with some microbatches recomputed, or return None if that does not keep the budgets."""
-        base = recompute_first(self._plan, recomputed)
-        problem = Problem(base, base.sizes, self._to, self._costs, "fewest", keeps_recomputed=True)
-        solution = problem.solve(budgets, thorough=False)
+        if not any(recomputed) and not may_fit(self._peaks, budgets, self._to):
+            return None
+        problem = self._problem(recomputed)
+        solution = problem.solve(budgets, thorough=False) if problem.may_fit(budgets) else ""
         if not isinstance(solution, Solution):
             return None
         found = problem.balanced(solution, budgets)
-        peaks = communicate(found).device_peak_bytes
-        if any(budget is not None and peak > budget for peak, budget in zip(peaks, budgets)):
+        finished = communicate(found)
+        if any(budget is not None and peak > budget for peak, budget in zip(finished.device_peak_bytes, budgets)):
             return None
         exposed: list[tuple[Which, ...]] = []
         for rank in range(found.num_ranks):
@@ -152,17 +236,22 @@ class _Search:
             late = sorted((e for e in evictions if not e.is_hidden), key=lambda e: e.size, reverse=True)
             able = self._recompute.able(rank)
             exposed.append(tuple(dict.fromkeys(e.which[:2] for e in late if e.which[0] in able)))
-        return self._of(found, tuple(exposed))
+        return self._of(found, finished, tuple(exposed), Way(beyond))
 
-    def _of(self, plan: Plan, exposed: tuple[tuple[Which, ...], ...]) -> _Mixed:
+    def _problem(self, recomputed: Recomputed) -> Problem:
+        base = recompute_first(self._plan, recomputed)
+        return Problem(base, base.sizes, self._to, self._costs, "fewest", keeps_recomputed=True)
+
+    def _of(self, plan: Plan, finished: Plan, exposed: tuple[tuple[Which, ...], ...], way: Way) -> Mixed:
         recomputed = tuple(frozenset(plan.recomputed(rank)) for rank in range(plan.num_ranks))
-        return _Mixed(plan, recomputed, exposed, simulate(communicate(plan), self._costs).makespan_s)
+        return Mixed(plan, finished, recomputed, exposed, simulated_times(finished, self._costs).makespan_s, way)
 
     def refusal(self, given: Budgets) -> BudgetError:
         """Return the error for budgets that cannot be met."""
 
-        def attempt(more: int) -> tuple[int, _Mixed] | None:
-            found = self._enough(raised(given, more), self._recomputing(raised(given, more)))
+        def attempt(more: int) -> tuple[int, Mixed] | None:
+            enough = raised(given, more)
+            found = self._attempt(enough, self._none, ALL) or self._enough(enough, self._recomputing(enough))
             return None if found is None else (more, found)
 
         enough = attempt(self._highest)

@@ -13,15 +13,17 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import pairwise
+from typing import NamedTuple
 
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.passes.balance.balance import default_slots
 from bpipe.passes.communicate import communicate, computations_only
 from bpipe.passes.fit import Budgets, checked, raised, refusal, smallest
 from bpipe.plan.action import BACKWARD, Action, Op
-from bpipe.plan.meter import Amount, Meter
+from bpipe.plan.meter import Amount
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 
@@ -87,31 +89,55 @@ def recompute_by_count(plan: Plan) -> Plan:
 
 
 class RecomputeSearch:
-    """A plan of computations, to be kept within budgets."""
+    """A plan of computations, to be kept within budgets.
 
-    def __init__(self, plan: Plan) -> None:
+    Args:
+        plan: without messages.
+        finished: the plan with messages, if it is known.
+    """
+
+    def __init__(self, plan: Plan, finished: Plan | None = None) -> None:
         self.plan = plan
-        self._ranks = [_Rank(plan, rank, lane) for rank, lane in enumerate(communicate(plan).actions)]
+        self._known: dict[tuple[int | None, ...], list[set[Which]] | None] = {}
+        self._ranks = [_Rank(plan, rank, lane) for rank, lane in enumerate((finished or communicate(plan)).actions)]
 
     def within(self, budgets: Budgets) -> Plan | None:
         """Return a plan that keeps to the budgets, or None if none is found."""
+        found = self.both_within(budgets)
+        return None if found is None else found[0]
+
+    def both_within(self, budgets: Budgets) -> tuple[Plan, Plan] | None:
+        """Return a plan that keeps to the budgets, without messages and, if it counts bytes, with them; None if none is found."""
+        is_sized = self.plan.sizes is not None
         limits = list(budgets)
         for _ in range(TRIES):
             chosen = self.chosen(limits)
             if chosen is None:
                 return None
             found = recompute_first(self.plan, chosen)
-            over = [0 if budget is None else peak - budget for peak, budget in zip(_peaks(found), budgets)]
+            found = replace(found, budgets=budgets) if is_sized else replace(found, slots=budgets)
+            finished = communicate(found) if is_sized else found
+            peaks = finished.device_peak_bytes if is_sized else finished.peak_slots
+            over = [0 if budget is None else peak - budget for peak, budget in zip(peaks, budgets)]
             if max(over) <= 0:
-                return replace(found, slots=budgets) if self.plan.sizes is None else replace(found, budgets=budgets)
+                return found, finished
             limits = [None if limit is None else limit - max(more, 0) for limit, more in zip(limits, over)]
         return None
 
     def chosen(self, limits: Sequence[int | None]) -> list[set[Which]] | None:
         """Choose the microbatches to recompute on each rank so that its own list keeps a limit; None if that is not enough."""
-        chosen = [rank.chosen(limit) for rank, limit in zip(self._ranks, limits)]
-        found = [one for one in chosen if one is not None]
-        return found if len(found) == len(chosen) else None
+        if (key := tuple(limits)) not in self._known:
+            self._known[key] = self._chosen(key)
+        return self._known[key]
+
+    def _chosen(self, limits: Sequence[int | None]) -> list[set[Which]] | None:
+        found: list[set[Which]] = []
+        for rank, limit in zip(self._ranks, limits):
+            chosen = rank.chosen(limit)
+            if chosen is None:
+                return None
+            found.append(chosen)
+        return found
 
     def able(self, rank: int) -> set[int]:
         """Return the stages of a rank that can be recomputed."""
@@ -157,25 +183,61 @@ def _running_again(lane: Sequence[Action], chosen: Collection[Which]) -> tuple[A
     return tuple(action for pair in pairs for action in pair)
 
 
+class _Event(NamedTuple):
+    """What an action of a lane changes, if its microbatch is kept and if it is recomputed."""
+
+    which: Which
+    op: Op
+    backward: int | None  # of a forward that may be recomputed: the place of its backward
+    takes: tuple[int, int]  # before it runs, if its microbatch is kept, and if it is recomputed
+    gives: tuple[int, int]  # behind it
+
+
 class _Rank:
     """One rank's list, in which as few microbatches as possible are to be recomputed."""
 
     def __init__(self, plan: Plan, rank: int, lane: Sequence[Action]) -> None:
-        self._lane, self._meter = lane, plan.meter()
+        self._meter = plan.meter()
         self._static = 0 if plan.sizes is None else plan.sizes.static[rank]
         mine = set(plan.stages_of(rank))
         alone = {stage for stage in mine if not {plan.neighbour(stage, -1), plan.neighbour(stage, +1)} & mine}
         self.able = alone - plan.routes.shared
-        self._backward = {action.key: index for index, action in enumerate(lane) if action.op in BACKWARD}
+        backward = {action.key: index for index, action in enumerate(lane) if action.op in BACKWARD}
+        self._slices = plan.slices
+        self._changes: dict[tuple[Op, int, int, int], tuple[tuple[int, int], tuple[int, int]]] = {}
+        self._events = [
+            self._event(action, backward.get(action.key) if action.op is Op.F and action.stage in self.able else None)
+            for action in lane
+        ]
+
+    def _event(self, action: Action, backward: int | None = None) -> _Event:
+        op, stage, unit, part, _ = action
+        kind = op, stage, unit % self._slices, part  # units are alike, but for the sizes of their slices
+        if kind not in self._changes:
+            usual, again = self._meter.usual, self._meter.recomputed
+            takes = _amount(usual.takes, action), _amount(again.takes, action)
+            self._changes[kind] = takes, (_amount(usual.gives, action), _amount(again.gives, action))
+        return _Event((stage, unit), op, backward, *self._changes[kind])
+
+    @cached_property
+    def _peak(self) -> int:
+        """The most that the rank occupies without recomputation."""
+        live = peak = self._static
+        for event in self._events:
+            live += event.takes[0]
+            peak = max(peak, live)
+            live -= event.gives[0]
+        return peak
 
     def chosen(self, limit: int | None) -> set[Which] | None:
         """Choose the microbatch needed last whenever the limit is exceeded, and return all; None if that is not enough."""
-        greedy = _GreedyRecompute(self._meter, self._static, limit)
-        for action in self._lane:
-            if action.op is Op.F and action.stage in self.able and action.key in self._backward:
-                greedy.offer(action.key, self._backward[action.key])
-            again = [Action(Op.R, *action.key)] if action.op in BACKWARD and action.key in greedy.chosen else []
-            if not all(greedy.run(one) for one in (*again, action)):
+        if limit is None or self._peak <= limit:
+            return set()
+        greedy = _GreedyRecompute(self._static, limit)
+        for event in self._events:
+            if event.op in BACKWARD and event.which in greedy.chosen and not greedy.run(self._event(Action(Op.R, *event.which))):
+                return None
+            if not greedy.run(event):
                 return None
         return greedy.chosen
 
@@ -183,34 +245,28 @@ class _Rank:
 class _GreedyRecompute:
     """One run over a rank's actions. Each microbatch is counted both ways, so that it can be chosen later."""
 
-    def __init__(self, meter: Meter, static: int, limit: int | None) -> None:
+    def __init__(self, static: int, limit: int) -> None:
         self.chosen: set[Which] = set()
-        self._usual, self._again, self._limit = meter.usual, meter.recomputed, limit
-        self._live = static
+        self._limit, self._live = limit, static
         self._spared: defaultdict[Which, int] = defaultdict(int)  # the memory that recomputing each microbatch would free
         self._offered: list[tuple[int, Which]] = []  # the microbatch needed last stands first
         self._ended: set[Which] = set()  # microbatches whose backward has begun
 
-    def offer(self, which: Which, backward: int) -> None:
-        """Note that a microbatch that could be recomputed runs forward."""
-        heappush(self._offered, (-backward, which))
-
-    def run(self, action: Action) -> bool:
+    def run(self, event: _Event) -> bool:
         """Count an action, and choose until it is within the limit; return whether that is possible."""
-        self._change(action, 1)
-        if action.op in BACKWARD:
-            self._ended.add(action.key)
-        while self._limit is not None and self._live > self._limit:
+        which, op, backward, takes, gives = event
+        if backward is not None:
+            heappush(self._offered, (-backward, which))
+        self._live += takes[which in self.chosen]
+        self._spared[which] += takes[0] - takes[1]
+        if op in BACKWARD:
+            self._ended.add(which)
+        while self._live > self._limit:
             if not self._choose():
                 return False
-        self._change(action, -1)
+        self._live -= gives[which in self.chosen]
+        self._spared[which] -= gives[0] - gives[1]
         return True
-
-    def _change(self, action: Action, sign: int) -> None:
-        which = action.key
-        usual, again = (_amount(amounts[sign < 0], action) * sign for amounts in (self._usual, self._again))
-        self._live += again if which in self.chosen else usual
-        self._spared[which] += usual - again
 
     def _choose(self) -> bool:
         """Choose the microbatch needed last among those that would free memory; return whether there is one."""

@@ -38,10 +38,7 @@ def lower_bound_s(shop: JobShop, limits: Sequence[int | None]) -> float:
 
 def _in_order(shop: JobShop) -> list[int]:
     """Return the computations, each behind those that it needs or comes after."""
-    followers: list[list[int]] = [[consumer.number for consumer in consumers] for consumers in shop.consumers]
-    for number, earlier in enumerate(shop.earlier):
-        for one in earlier:
-            followers[one].append(number)
+    followers = [[*later, *(consumer.number for consumer in consumers)] for later, consumers in zip(shop.later, shop.consumers)]
     missing = [len(makers) + len(earlier) for makers, earlier in zip(shop.makers, shop.earlier)]
     order = [number for number, count in enumerate(missing) if not count]
     for number in order:  # which grows

@@ -8,14 +8,16 @@ waited for. This is nearly the simulator's model, in a fraction of its time, so 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.insert_evictions import mirrored
 from bpipe.passes.communicate import received_by
 from bpipe.plan.action import COMPUTE, HOST, Action, Identity, Op, OpKey
+from bpipe.plan.meter import Amount, Amounts
 from bpipe.plan.order import needs
 from bpipe.plan.plan import Plan
 from bpipe.simulator.costs import Costs
@@ -25,6 +27,7 @@ __all__: list[str] = []
 Lanes = list[list[int]]  # for each rank the numbers of its computations, in the order in which it runs them
 SAME_RANK = -1  # the link of a result that stays on its rank
 
+RESULTS = frozenset({Op.F, Op.B, Op.I})  # computations that get messages
 MOVES = frozenset({Op.EVICT, Op.WAIT_EVICT, Op.LOAD, Op.WAIT_LOAD})
 
 # The orders in which a stage takes its microbatches, by what is among them: a whole backward counts as I and W.
@@ -43,6 +46,16 @@ class Consumer(NamedTuple):
     link: int  # its place among the links, on each of which messages take turns, or SAME_RANK
     seconds: float  # that the message takes up the link
     latency_s: float  # from then on until it has arrived
+
+
+class _Input(NamedTuple):
+    """What a computation waits for: which computation makes it, and the message that brings it, as in `Consumer`."""
+
+    made: Op
+    stage: int
+    link: int
+    seconds: float
+    latency_s: float
 
 
 class Times(NamedTuple):
@@ -71,9 +84,6 @@ class JobShop:
         seconds: that each item takes.
         consumers: of the result of each item.
         makers: the items whose results each item waits for.
-        earlier: the items of the same stage that each one comes after.
-        takes: what each item allocates before it runs, in the plan's unit of memory.
-        gives: what it frees after it has run.
 
     Raises:
         ConfigurationError: each microbatch of the plan has a path of its own, or its gradients stay in their stages.
@@ -96,8 +106,30 @@ class JobShop:
             for consumer in consumers:
                 self.makers[consumer.number].append(number)
         self._num_results = list(map(len, self.makers))
-        self.earlier = list(self._earlier())
-        self.takes, self.gives = self._memory()
+
+    @cached_property
+    def earlier(self) -> list[list[int]]:
+        """The items of the same stage that each one comes after."""
+        return list(self._earlier())
+
+    @cached_property
+    def later(self) -> list[list[int]]:
+        """The items of the same stage that come after each one."""
+        later: list[list[int]] = [[] for _ in self.actions]
+        for number, earlier in enumerate(self.earlier):
+            for other in earlier:
+                later[other].append(number)
+        return later
+
+    @cached_property
+    def takes(self) -> list[int]:
+        """What each item allocates before it runs, in the plan's unit of memory."""
+        return self._amounts(lambda amounts: amounts.takes)
+
+    @cached_property
+    def gives(self) -> list[int]:
+        """What each item frees after it has run."""
+        return self._amounts(lambda amounts: amounts.gives)
 
     @staticmethod
     def _items(plan: Plan, rank: int) -> list[Action]:
@@ -105,34 +137,45 @@ class JobShop:
         return [action for action in plan.actions[rank] if action.op in COMPUTE or action.op in MOVES]
 
     def _consumers(self, costs: Costs) -> tuple[list[list[Consumer]], int]:
-        plan, carried = self.plan, costs.carried if self.plan.sizes is None else self.plan.sizes.carried
-        consumers: list[list[Consumer]] = [[] for _ in self.actions]
         links: dict[tuple[int, int, bool], int] = {}
-
-        def add(source: int, number: int, transfer: Action, src: int, dst: int) -> None:
-            # Loads are posted at their other end, so that they have turns of their own here.
-            place = links.setdefault((src, dst, transfer.op is Op.LOAD), len(links))
-            link = costs.link_between(src, dst)
-            consumers[source].append(Consumer(number, place, carried(transfer) / link.bytes_per_s, link.latency_s))
-
+        inputs: dict[OpKey, list[_Input]] = {}  # by kind: microbatches are alike, but for the sizes of their slices
+        consumers: list[list[Consumer]] = [[] for _ in self.actions]
         for number, action in enumerate(self.actions):
-            here = self.rank[number]
-            if action.op in (Op.WAIT_EVICT, Op.WAIT_LOAD):
+            op, stage, unit, *_ = action
+            if op in (Op.WAIT_EVICT, Op.WAIT_LOAD):
                 source = self._number[action.start_identity]
-                peer = self.actions[source].peer
-                assert peer is not None
-                ends = (here, peer) if action.op is Op.WAIT_EVICT else (peer, here)
-                add(source, number, self.actions[source], *ends)
-            if action.op not in (Op.F, Op.B, Op.I):
+                post, here = self.actions[source], self.rank[number]
+                assert post.peer is not None
+                ends = (here, post.peer) if op is Op.WAIT_EVICT else (post.peer, here)
+                consumers[source].append(Consumer(number, *self._on_link(post, *ends, costs, links)))
+            if op not in RESULTS:
                 continue
-            needed = needs(action, plan.depth)
-            if needed is not None and plan.stage_ranks[needed[1]] == here:
-                consumers[self._made_by(needed)].append(Consumer(number, SAME_RANK, 0.0, 0.0))
-            for receive in received_by(plan, action):
-                assert receive.peer is not None
-                source = self._made_by((Op.F if action.op is Op.F else Op.B, receive.other_end[1], action.microbatch))
-                add(source, number, receive, receive.peer, here)
+            kind = op, stage, unit % self.plan.slices
+            if kind not in inputs:
+                inputs[kind] = list(self._inputs(action, self.rank[number], costs, links))
+            for made, source_stage, link, seconds, latency_s in inputs[kind]:
+                consumers[self._made_by((made, source_stage, unit))].append(Consumer(number, link, seconds, latency_s))
         return consumers, len(links)
+
+    def _inputs(self, action: Action, here: int, costs: Costs, links: dict[tuple[int, int, bool], int]) -> Iterator[_Input]:
+        """Yield what a computation on a rank needs from others."""
+        needed = needs(action, self.plan.depth)
+        if needed is not None and self.plan.stage_ranks[needed[1]] == here:
+            yield _Input(*needed[:2], SAME_RANK, 0.0, 0.0)
+        for receive in received_by(self.plan, action):
+            assert receive.peer is not None
+            made = Op.F if action.op is Op.F else Op.B
+            yield _Input(made, receive.other_end[1], *self._on_link(receive, receive.peer, here, costs, links))
+
+    def _on_link(
+        self, transfer: Action, src: int, dst: int, costs: Costs, links: dict[tuple[int, int, bool], int]
+    ) -> tuple[int, float, float]:
+        """Return the place of a transfer's link, the seconds that it takes it up, and its latency."""
+        carried = costs.carried if self.plan.sizes is None else self.plan.sizes.carried
+        # Loads are posted at their other end, so that they have turns of their own here.
+        place = links.setdefault((src, dst, transfer.op is Op.LOAD), len(links))
+        link = costs.link_between(src, dst)
+        return place, carried(transfer) / link.bytes_per_s, link.latency_s
 
     def backward_of(self, stage: int, unit: int) -> int:
         """Return the computation that makes the gradient of a stage's input."""
@@ -161,16 +204,16 @@ class JobShop:
                 latest[series, stage] = number
             yield found
 
-    def _memory(self) -> tuple[list[int], list[int]]:
+    def _amounts(self, of: Callable[[Amounts], Mapping[Op, Amount]]) -> list[int]:
         meter = self.plan.meter() if self.plan.sizes is None else self.plan.activations_meter()
         again = {action.key for action in self.actions if action.op is Op.R}
-        takes, gives = [0] * len(self.actions), [0] * len(self.actions)
+        usual, recomputed = of(meter.usual), of(meter.recomputed)
+        found = [0] * len(self.actions)
         for number, action in enumerate(self.actions):
-            amounts = meter.recomputed if action.key in again else meter.usual
-            for by_op, found in ((amounts.takes, takes), (amounts.gives, gives)):
-                if (amount := by_op.get(action.op)) is not None:
-                    found[number] = amount(action)
-        return takes, gives
+            amount = (recomputed if action[1:3] in again else usual).get(action[0])
+            if amount is not None:
+                found[number] = amount(action)
+        return found
 
     def run(self, lanes: Lanes) -> Times | None:
         """Return when everything runs in an order; None if it never ends, because ranks wait for each other in a cycle."""
@@ -235,7 +278,11 @@ class JobShop:
 
     def numbered(self, plan: Plan) -> Lanes:
         """Return the order of another plan of the same items."""
-        return [[self._number[action.identity] for action in self._items(plan, rank)] for rank in range(plan.num_ranks)]
+        return [self.numbers(self._items(plan, rank)) for rank in range(plan.num_ranks)]
+
+    def numbers(self, actions: Sequence[Action]) -> list[int]:
+        """Return the numbers of some items."""
+        return [self._number[action.identity] for action in actions]
 
     def plan_of(self, lanes: Lanes) -> Plan:
         """Return the plan of an order, without messages."""

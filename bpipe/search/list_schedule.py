@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
@@ -24,10 +24,17 @@ class Rule(NamedTuple):
     deepest_first: bool = True  # whether the later of a rank's stages come first, else the earlier ones
     patience: float = 1.0  # the share of a W that must fit before the next other computation is known to be ready
     most: Sequence[int] | None = None  # microbatches that each stage has between forward and backward at once; default: any number
+    reserves: bool = False  # whether a forward leaves room for what all microbatches that have begun will take on its rank
     like: Sequence[float] | None = None  # when each item begins in another order, by number: what begins first there comes first
 
 
-RULES = [Rule(first, deepest, patience) for first in (False, True) for deepest in (True, False) for patience in (1.0, 0.5, 0.0)]
+RULES = [
+    Rule(first, deepest, patience, reserves=reserves)
+    for patience in (1.0, 0.5, 0.0)
+    for first in (False, True)
+    for deepest in (True, False)
+    for reserves in (False, True)
+]
 
 
 def listed(shop: JobShop, limits: Sequence[int | None], rule: Rule) -> Lanes | None:
@@ -41,26 +48,51 @@ def listed(shop: JobShop, limits: Sequence[int | None], rule: Rule) -> Lanes | N
     return _Listing(shop, limits, rule).run()
 
 
+class _Queue(NamedTuple):
+    """The computations of a rank that have an order among themselves: those of a kind and stage."""
+
+    key: tuple[int, int]  # what comes first by the rule, if it does not follow another order
+    op: Op
+    stage: int
+    numbers: list[int]  # the next one last
+
+
 class _Listing:
     """An order that grows at its end, in the order of time."""
 
     def __init__(self, shop: JobShop, limits: Sequence[int | None], rule: Rule) -> None:
         self._shop, self._limits, self._rule = shop, [inf if limit is None else limit for limit in limits], rule
-        queues: dict[tuple[Op, int], list[int]] = defaultdict(list)
-        for number, action in enumerate(shop.actions):
-            queues[Op.B if action.op is Op.I else action.op, action.stage].append(number)
-        self._queues: list[list[list[int]]] = [[] for _ in shop.lanes]
-        for queue in queues.values():
-            self._queues[shop.rank[queue[0]]].append(queue[::-1])  # the next one last
-        self._missing = list(map(len, shop.makers))
+        self._queues = self._queued()
+        self._missing = [len(makers) + len(earlier) for makers, earlier in zip(shop.makers, shop.earlier)]
         self._ready_s = [0.0] * len(shop.actions)
         self._free_s = [0.0] * shop.num_links
-        self._done = bytearray(len(shop.actions))
         self._held = [0] * len(shop.lanes)
+        self._kept: list[dict[int, int]] = [{} for _ in shop.lanes]  # what each unit on a rank holds there
+        self._coming: list[dict[int, int]] = [defaultdict(int) for _ in shop.lanes]  # and will take in the rank's later stages
+        for number, (op, _, unit, *_) in enumerate(shop.actions):
+            if op is Op.F:
+                self._coming[shop.rank[number]][unit] += shop.takes[number]
         self._begun = [0] * shop.plan.num_stages  # microbatches between forward and backward
         self._agenda: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(shop.lanes))]
         self._idle = [False] * len(shop.lanes)
         self._lanes: Lanes = [[] for _ in shop.lanes]
+
+    def _queued(self) -> list[list[_Queue]]:
+        """Return the queues of each rank, in the order in which they come first by the rule."""
+        shop = self._shop
+        numbers: dict[tuple[Op, int], list[int]] = defaultdict(list)
+        for number, action in enumerate(shop.actions):
+            numbers[Op.B if action.op is Op.I else action.op, action.stage].append(number)
+        queues: list[list[_Queue]] = [[] for _ in shop.lanes]
+        for (op, stage), of_kind in numbers.items():
+            queues[shop.rank[of_kind[0]]].append(_Queue(self._key(op, stage), op, stage, of_kind[::-1]))
+        return [sorted(of_rank, key=lambda queue: queue.key) for of_rank in queues]
+
+    def _key(self, op: Op, stage: int) -> tuple[int, int]:
+        rank_of_op = CLASS[op]
+        if self._rule.forwards_first and rank_of_op < DEFERRED:
+            rank_of_op = 1 - rank_of_op
+        return rank_of_op, -stage if self._rule.deepest_first else stage
 
     def run(self) -> Lanes | None:
         while self._agenda:
@@ -72,60 +104,57 @@ class _Listing:
                 heappush(self._agenda, (later_s, rank))
             else:
                 self._idle[rank] = True
-        return None if any(queue for queues in self._queues for queue in queues) else self._lanes
+        return None if any(queue.numbers for queues in self._queues for queue in queues) else self._lanes
 
-    def _chosen(self, rank: int, now: float) -> tuple[list[int] | None, float]:
+    def _chosen(self, rank: int, now: float) -> tuple[_Queue | None, float]:
         """Return the queue whose next computation begins, or None and when to look again."""
-        best, best_key, later_s = None, (inf, inf), inf
-        for queue in self._able(rank):
-            number = queue[-1]
+        like, best, later_s = self._rule.like, None, inf
+        for queue in self._queues[rank]:
+            if not queue.numbers or self._missing[number := queue.numbers[-1]] or not self._has_room(rank, queue, number):
+                continue
             if self._ready_s[number] > now:
                 later_s = min(later_s, self._ready_s[number])
-                continue
-            key = self._key(number)
-            if key < best_key:
-                best, best_key = queue, key
-        if best is None or self._rule.like is not None or best_key[0] != DEFERRED:
+            elif like is not None:
+                if best is None or like[number] < like[best.numbers[-1]]:
+                    best = queue
+            else:
+                best = queue
+                break
+        if best is None or like is not None or best.key[0] != DEFERRED:
             return best, later_s
-        is_short = later_s - now < self._rule.patience * self._shop.seconds[best[-1]]
+        is_short = later_s - now < self._rule.patience * self._shop.seconds[best.numbers[-1]]
         return (None if is_short else best), later_s
 
-    def _able(self, rank: int) -> Iterator[list[int]]:
-        """Yield the queues whose next computation has, or will have, what it needs, and fits."""
-        shop = self._shop
-        for queue in self._queues[rank]:
-            if queue and not self._missing[queue[-1]] and all(self._done[other] for other in shop.earlier[queue[-1]]):
-                number = queue[-1]
-                more = self._held[rank] + shop.takes[number]
-                op, stage, *_ = shop.actions[number]
-                if op is Op.F and self._held[rank]:
-                    more += self._reserved(rank, stage)
-                is_most = op is Op.F and self._rule.most is not None and self._begun[stage] >= self._rule.most[stage]
-                if more <= self._limits[rank] and not is_most:
-                    yield queue
+    def _has_room(self, rank: int, queue: _Queue, number: int) -> bool:
+        """Return whether the next computation of a queue fits."""
+        if self._held[rank] + self._shop.takes[number] > self._limits[rank]:
+            return False
+        if queue.op is not Op.F:
+            return True
+        most = self._rule.most
+        return (most is None or self._begun[queue.stage] < most[queue.stage]) and self._can_end(rank, number)
 
-    def _reserved(self, rank: int, stage: int) -> int:
-        """Return what the later stages of a rank need for one microbatch, so that one which is begun can end."""
-        shop, queues = self._shop, self._queues[rank]
-        last = [queue[-1] for queue in queues if queue]
-        return sum(shop.takes[n] for n in last if shop.actions[n].op is Op.F and shop.actions[n].stage > stage)
+    def _can_end(self, rank: int, number: int) -> bool:
+        """Return whether all units of a rank can end one after the other if a forward begins (the banker's algorithm)."""
+        _, _, unit, *_ = self._shop.actions[number]
+        takes, kept, coming = self._shop.takes[number], self._kept[rank], self._coming[rank]
+        free = self._limits[rank] - self._held[rank] - takes
+        if self._rule.reserves and sum(coming[other] for other in kept if other != unit) > free:
+            return False
+        for other, held in kept.items() if unit in kept else (*kept.items(), (unit, 0)):
+            own = takes if other == unit else 0
+            if coming[other] - own > free:
+                return False
+            free += held + own
+        return True
 
-    def _key(self, number: int) -> tuple[float, float]:
-        if self._rule.like is not None:
-            return self._rule.like[number], 0.0
-        op, stage, *_ = self._shop.actions[number]
-        rank_of_op = CLASS[op]
-        if self._rule.forwards_first and rank_of_op < DEFERRED:
-            rank_of_op = 1 - rank_of_op
-        return rank_of_op, -stage if self._rule.deepest_first else stage
-
-    def _begin(self, rank: int, queue: list[int], now: float) -> None:
-        shop, number = self._shop, queue.pop()
+    def _begin(self, rank: int, queue: _Queue, now: float) -> None:
+        shop, number, missing = self._shop, queue.numbers.pop(), self._missing
         self._lanes[rank].append(number)
-        self._done[number] = 1
-        self._held[rank] += shop.takes[number] - shop.gives[number]
-        op, stage, *_ = shop.actions[number]
-        self._begun[stage] += (op is Op.F) - (op in BACKWARD)
+        self._keep(rank, shop.actions[number].microbatch, shop.takes[number], shop.gives[number], is_forward=queue.op is Op.F)
+        self._begun[queue.stage] += (queue.op is Op.F) - (queue.op in BACKWARD)
+        for later in shop.later[number]:
+            missing[later] -= 1
         end = now + shop.seconds[number]
         for consumer, link, takes_s, latency_s in shop.consumers[number]:
             arrived = end
@@ -133,12 +162,20 @@ class _Listing:
                 self._free_s[link] = max(self._free_s[link], end) + takes_s
                 arrived = self._free_s[link] + latency_s
             self._ready_s[consumer] = max(self._ready_s[consumer], arrived)
-            self._missing[consumer] -= 1
+            missing[consumer] -= 1
             other = shop.rank[consumer]
-            if not self._missing[consumer] and self._idle[other]:
+            if not missing[consumer] and self._idle[other]:
                 self._idle[other] = False
                 heappush(self._agenda, (max(now, self._ready_s[consumer]), other))
         heappush(self._agenda, (end, rank))
+
+    def _keep(self, rank: int, unit: int, takes: int, gives: int, *, is_forward: bool) -> None:
+        self._held[rank] += takes - gives
+        kept, coming = self._kept[rank], self._coming[rank]
+        kept[unit] = kept.get(unit, 0) + takes - gives
+        coming[unit] -= takes if is_forward else 0
+        if not kept[unit] and not coming[unit]:
+            del kept[unit]
 
 
 def most_begun(shop: JobShop, lanes: Lanes) -> list[int]:

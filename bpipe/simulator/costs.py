@@ -135,17 +135,25 @@ class Costs:
         """
         if op is Op.F or op is Op.R:
             return _of_microbatch(self.forward_s, stage, microbatch)
-        backward = 2 * self.seconds(Op.F, stage, microbatch)
-        if self.backward_s is not None:
-            backward = _of_microbatch(self.backward_s, stage, microbatch)
         if op is Op.B:
-            return backward
-        half = backward / 2 if self.input_s is None else _of_microbatch(self.input_s, stage, microbatch)
+            if self.backward_s is None:
+                return 2 * _of_microbatch(self.forward_s, stage, microbatch)
+            return _of_microbatch(self.backward_s, stage, microbatch)
         if op is Op.I:
-            return half
+            if self.input_s is None:
+                return self.seconds(Op.B, stage, microbatch) / 2
+            return _of_microbatch(self.input_s, stage, microbatch)
         if op is Op.W:
-            return max(backward - half, 0.0) if self.weight_s is None else _of_microbatch(self.weight_s, stage, microbatch)
+            if self.weight_s is None:
+                return max(self.seconds(Op.B, stage, microbatch) - self.seconds(Op.I, stage, microbatch), 0.0)
+            return _of_microbatch(self.weight_s, stage, microbatch)
         raise KeyError(op)
+
+    @property
+    def are_of_stages(self) -> bool:
+        """Whether each computation of a stage takes as long, whichever its microbatch or slice."""
+        series = [getattr(self, name) for name in _TIMES]
+        return not any(isinstance(of_stage, tuple) for one in series if isinstance(one, tuple) for of_stage in one)
 
     def pair_s(self, forward: Action, backward: Action) -> float:
         """Return the seconds that a forward and a backward take which run side by side."""
@@ -278,5 +286,7 @@ def _cut(value: Any, stage: int, shares: Sequence[float], *, is_whole: bool) -> 
 
 def _of_microbatch(value: Sequence[Sequence[T] | T] | T, stage: int, microbatch: int) -> T:
     """Return a cost; a series that is shorter than the plan is for each slice of a microbatch."""
-    series = value[stage] if isinstance(value, Sequence) else value
-    return series[microbatch % len(series)] if isinstance(series, Sequence) else series
+    if not isinstance(value, tuple):
+        return value  # type: ignore[return-value]  # all sequences are tuples here, and to ask for a Sequence takes longer
+    series: T | tuple[T, ...] = value[stage]
+    return series[microbatch % len(series)] if isinstance(series, tuple) else series

@@ -17,7 +17,7 @@ from operator import sub
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
-from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVES, SENDS, SHARDING, START_OF, Action, Identity, Purpose
+from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVES, SENDS, SHARDING, START_OF, Action, Identity, Op, Purpose
 from bpipe.plan.collector import collector_paused
 from bpipe.plan.meter import Meter, meter_of, occupancy
 from bpipe.plan.plan import Plan
@@ -52,15 +52,27 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
         >>> simulate(plan, Costs()).makespan_s == simulate(build("1f1b", 4, 8), Costs()).makespan_s
         True
     """
-    costs.check(plan)
-    with collector_paused():
-        events = _Events(plan, costs)
-        events.run()
+    events = _run(plan, costs)
     return Timeline(
         plan=plan,
         actions=tuple(_recorded(plan, costs, rank, lane) for rank, lane in enumerate(events.compute)),
         served=tuple(_merged(plan, rank, chains) for rank, chains in enumerate(events.chains)),
     )
+
+
+def simulated_times(plan: Plan, costs: Costs) -> Timeline:
+    """Do what `simulate` does without the bytes of ranks, where a search needs no more than when computations run."""
+    events = _run(plan, costs)
+    lanes = tuple(Lane(begin_s=lane.begin_s, end_s=lane.end_s) for lane in events.compute)
+    return Timeline(plan=plan, actions=lanes, served=())
+
+
+def _run(plan: Plan, costs: Costs) -> _Events:
+    costs.check(plan)
+    with collector_paused():
+        events = _Events(plan, costs)
+        events.run()
+    return events
 
 
 def own_bytes(plan: Plan, costs: Costs, rank: int, *, with_messages: bool = True) -> Iterator[int]:
@@ -145,33 +157,32 @@ class _Events:
         lane, agenda = self.lanes[index], self.agenda
         while lane.position < len(lane.actions):
             action = lane.actions[lane.position]
-            if action.op in POSTS or action.is_exchange:
+            op, *_, peer = action
+            if op in POSTS or (op is Op.REDUCE_GRAD and peer is not None):
                 self._post(lane, action, now)
                 lane.position += 1
                 continue
             if not lane.has_begun:
                 lane.has_begun, lane.begin_s[lane.position] = True, now
-            end = self._end_s(index, action)
-            if end is None:
+            if op in COMPUTE:
+                end = self._computed_s(lane, action)
+            elif op in SHARDING and peer is None:
+                end = now
+            elif (arrived := self._arrived_s(index, action)) is None:
                 return
+            else:
+                end = arrived
             if end > now and agenda and agenda[0][0] <= end:
                 heappush(agenda, (end, index))
                 return
             now = lane.end_s[lane.position] = max(now, end)
             lane.has_begun = False
-            if action.op in START_OF:
+            if op in START_OF:
                 del self.arrival_s[action.start_identity]
             if self._is_side_by_side(action):
                 lane.position += 1
                 lane.begin_s[lane.position], lane.end_s[lane.position] = lane.begin_s[lane.position - 1], now
             lane.position += 1
-
-    def _end_s(self, index: int, action: Action) -> float | None:
-        """Return when an action that has begun ends; None while that is unknown."""
-        lane = self.lanes[index]
-        if action.op in SHARDING and action.peer is None:
-            return lane.begin_s[lane.position]
-        return self._computed_s(lane, action) if action.op in COMPUTE else self._arrived_s(index, action)
 
     def _is_side_by_side(self, action: Action) -> bool:
         """Return whether an action and the next one take their time together, from the begin of both to the end of both."""

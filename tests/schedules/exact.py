@@ -19,6 +19,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from bpipe.passes.balance.rank_steps import steps_of
+from bpipe.passes.communicate import communicate
+from bpipe.plan.order import clock_of
 from bpipe.schedules import Plan, Sizes
 
 SECONDS = 5.0  # of one search; what it has proven by then is a bound all the same, which may be 0
@@ -63,7 +65,8 @@ class _Search:
 
     def __init__(self, plan: Plan, budgets: Sequence[int]) -> None:
         assert plan.sizes is not None
-        self.sizes, self.ranks = plan.sizes, steps_of(plan)
+        times = clock_of(plan, [plan.compute(rank) for rank in range(plan.num_ranks)])
+        self.sizes, self.ranks = plan.sizes, steps_of(plan, communicate(plan, times), times)
         over = [steps.peak > budget for steps, budget in zip(self.ranks, budgets)]
         self.budgets = budgets
         self.choices = [

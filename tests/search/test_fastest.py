@@ -8,12 +8,14 @@ from random import Random
 
 import pytest
 
+from benchmarks.search_study import NEAR, measured, solved
 from bpipe.passes.communicate import computations_only
 from bpipe.passes.evict_or_recompute import attempt
 from bpipe.schedules import Costs, Destinations, Link, Plan, build, finish, simulate, verify
-from bpipe.search.fastest import MADE, Family, Found, searched
+from bpipe.search.fastest import MADE, searched
 from bpipe.search.setting import Setting
 from bpipe.search.within import kept_within
+from bpipe.search.work import Family, Found
 from bpipe.tools.balancing import sizes_of
 from tests.schedules.replay import occupied_bytes, replay
 from tests.search.tables import Table
@@ -33,7 +35,7 @@ def named_by_the_passes(table: Table) -> float:
                 kept = attempt(order, setting.sizes, setting.budgets, setting.costs, Destinations())
                 if kept is None:
                     continue
-                finished = finish(kept)
+                finished = finish(kept.plan)
             steps.append(simulate(finished, setting.costs).makespan_s)
     return min(steps)
 
@@ -90,7 +92,7 @@ def kept_step(setting: Setting, plan: Plan) -> float:
 
 
 def test_a_made_plan_may_be_searched_from_again() -> None:
-    families = TABLES[0].families()
+    families = TABLES[3].families()
     best = next(one for one in searched(families, effort=100_000) if one.is_made and one.kept is not None)
     assert best.kept is not None
     family = replace(families[best.family], starts=(best.kept.plan,))
@@ -99,7 +101,7 @@ def test_a_made_plan_may_be_searched_from_again() -> None:
 
 
 def test_the_same_arguments_find_the_same_plan() -> None:
-    found = [searched(TABLES[0].families(), effort=200_000, seed=3) for _ in range(2)]
+    found = [searched(TABLES[3].families(), effort=200_000, seed=3) for _ in range(2)]
     assert [(one.name, one.step_s) for one in found[0]] == [(one.name, one.step_s) for one in found[1]]
     assert found[0][0].kept == found[1][0].kept
 
@@ -112,11 +114,14 @@ def test_progress_goes_from_nothing_to_all() -> None:
 
 @pytest.mark.exhaustive
 def test_many_random_tables() -> None:
-    gains = []
-    for seed in range(1000, 1016):
-        table = Table.random(Random(seed), (2, 4, 8))
-        named_s, best_s = named_by_the_passes(table), check(table, 500_000)[0].step_s
-        assert best_s <= named_s * (1 + 1e-9)
-        if named_s < inf:
-            gains.append(named_s / best_s)
-    assert len(gains) > 8 and max(gains) > 1.03
+    """The study in short: benchmarks/RESULTS.md has more of them."""
+    rows = [row for index in range(40) for row in measured(5000 + index)]
+    assert all(row["not_worse"] for row in rows) and all(row["replays"] for row in rows if row["found"])
+    assert sum(row["found"] for row in rows) > 30 and max(float(row["gain"] or 0) for row in rows) > 0.03
+
+
+@pytest.mark.exhaustive
+def test_small_tables_are_nearly_solved() -> None:
+    rows = [row for index in range(4) for row in solved(5000 + index)]
+    over = [float(row["over_exact"]) for row in rows]
+    assert sum(one <= NEAR for one in over) >= 0.9 * len(over) and max(over) < 3 * NEAR

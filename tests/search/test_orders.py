@@ -51,6 +51,34 @@ def test_a_list_in_the_order_of_1f1b_is_1f1b() -> None:
     assert listed(shop, [4, 3, 2, 1], Rule(like=times.begin_s)) == shop.lanes
 
 
+def test_a_microbatch_begins_before_the_one_before_has_ended() -> None:
+    """Where one fits, its later stages have room as soon as the one before has left them, however full the first stages are."""
+    shop, alone = JobShop(build("zbv", 8, 8), Costs()), JobShop(build("zbv", 8, 1), Costs())
+    lanes, one = listed(shop, [2] * 4, RULES[0]), alone.run(alone.lanes)
+    assert lanes is not None and one is not None and all(map(shop.fits, lanes, [2] * 4))
+    times = shop.run(lanes)
+    assert times is not None and times.step_s < 0.9 * 8 * one.step_s
+
+
+def test_room_may_be_kept_for_what_has_begun() -> None:
+    """Looped stages: the third microbatch would take the room that the first two need in their second stage."""
+    shop = JobShop(build("interleaved_1f1b", 8, 8), Costs(link=Link(latency_s=0.25)))
+    begun, kept = (listed(shop, [4] * 4, Rule(reserves=reserves)) for reserves in (False, True))
+    assert begun is not None and kept is not None
+    texts = [[str(shop.actions[number]) for number in lanes[0]] for lanes in (begun, kept)]
+    assert texts[0][:3] == ["0F0", "0F1", "0F2"] and "0F2" not in texts[1][:3]
+
+
+def test_caps_make_looped_orders_faster() -> None:
+    """In tight memory, more microbatches that have begun than fit into all stages hold each other up."""
+    shop = JobShop(build("interleaved_1f1b", 8, 8), Costs(forward_s=0.5, link=Link(latency_s=0.5)))
+    steps = []
+    for most in (None, [4] * 8):
+        lists = [lanes for rule in RULES[::2] if (lanes := listed(shop, [8] * 4, rule._replace(most=most)))]
+        steps.append(min(times.step_s for lanes in lists if (times := shop.run(lanes)) is not None))
+    assert not any(rule.reserves for rule in RULES[::2]) and steps[1] < 0.9 * steps[0]
+
+
 def test_what_cannot_fit_is_no_order() -> None:
     shop = JobShop(build("1f1b", 4, 8), Costs())
     assert listed(shop, [0] * 4, RULES[0]) is None

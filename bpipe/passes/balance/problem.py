@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import product
 from typing import Literal, NamedTuple
 
 from bpipe.passes.balance.greedy import PartSizes, Shortage
 from bpipe.passes.balance.insert_evictions import mirrored
 from bpipe.passes.balance.rank_planner import RankPlanner, RankSolution, SearchBudget
-from bpipe.passes.balance.rank_steps import steps_of
+from bpipe.passes.balance.rank_steps import RankSteps, steps_of
 from bpipe.passes.balance.remote_capacity import Capacity
 from bpipe.passes.balance.step_times import StepTimes, simulated, uniform
-from bpipe.passes.communicate import without_transfers
+from bpipe.passes.communicate import communicate, without_transfers
 from bpipe.passes.fit import Budgets, checked
 from bpipe.plan.action import HOST
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.meter import slot
+from bpipe.plan.order import clock_of
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 from bpipe.simulator.costs import Costs
@@ -40,6 +42,12 @@ class Solution(NamedTuple):
         """The bytes whose transfers cannot be hidden, and all bytes that move."""
         costs = [one.decision.cost for one in self.by_rank.values()]
         return sum(late for late, _ in costs), sum(moved for _, moved in costs)
+
+
+def may_fit(peaks: Sequence[int], budgets: Budgets, to: Destinations) -> bool:
+    """Return whether what exceeds the budgets of some ranks is no more than what others have room for; hosts have room."""
+    known = [(peak, budget) for peak, budget in zip(peaks, budgets) if budget is not None]
+    return to.host != "no" or len(known) < len(budgets) or sum(peak - budget for peak, budget in known) <= 0
 
 
 class Problem:
@@ -65,18 +73,36 @@ class Problem:
         if sizes is not None:
             sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
         self.plan = replace(without_transfers(plan, keeps_recomputed=keeps_recomputed), sizes=sizes)
-        self.to, self.is_timed, self.rule = to, costs is not None, rule
-        ranks = steps_of(self.plan)
-        self.peaks = [rank.peak for rank in ranks]  # without evictions
-        timings: list[list[StepTimes]] = (
-            [[] for _ in ranks] if costs is None else [[times] for times in simulated(self.plan, ranks, costs)]
-        )
-        self.ranks: list[RankPlanner] = []
-        for rank, steps in enumerate(ranks):
+        self.to, self.rule, self._costs = to, rule, costs
+        self._times = clock_of(self.plan, [self.plan.compute(rank) for rank in range(plan.num_ranks)])
+        self._finished = self.plan if sizes is None and costs is None else communicate(self.plan, self._times)
+
+    @cached_property
+    def _steps(self) -> list[RankSteps]:
+        return steps_of(self.plan, self._finished, self._times)
+
+    @cached_property
+    def peaks(self) -> list[int]:
+        """The peak of each rank without evictions."""
+        return [steps.peak for steps in self._steps]
+
+    @cached_property
+    def ranks(self) -> list[RankPlanner]:
+        """What decides the evictions of each rank; where there are costs, it takes a simulation."""
+        simulated_times = () if self._costs is None else simulated(self._finished, self._steps, self._costs)
+        timings = [[times] for times in simulated_times] or [list[StepTimes]() for _ in self._steps]
+        amount = slot if self.plan.sizes is None else self.plan.sizes.moved
+        ranks: list[RankPlanner] = []
+        for rank, steps in enumerate(self._steps):
             parts = self._parts(rank)
             largest = max(map(sum, parts.values()), default=0)
-            timings[rank].append(uniform(len(steps.steps), largest, hides=costs is None))
-            self.ranks.append(RankPlanner(rank, steps, timings[rank], parts, slot if sizes is None else sizes.moved))
+            timings[rank].append(uniform(len(steps.steps), largest, hides=self._costs is None))
+            ranks.append(RankPlanner(rank, steps, timings[rank], parts, amount))
+        return ranks
+
+    def may_fit(self, budgets: Budgets) -> bool:
+        """Return whether evictions can keep all ranks within their budgets as far as their peaks decide it."""
+        return may_fit(self._finished.peak_slots if self.plan.sizes is None else self._finished.device_peak_bytes, budgets, self.to)
 
     def _parts(self, rank: int) -> PartSizes:
         by_slice = (None,) if self.plan.sizes is None else self.plan.sizes.by_slice
@@ -101,7 +127,7 @@ class Problem:
         """
         best: Solution | None = None
         lacking = ""
-        for by_steps, most_first in product((False, True) if self.is_timed else (False,), (True, False)):
+        for by_steps, most_first in product((False, True) if self._costs is not None else (False,), (True, False)):
             found = self._solve(budgets, SEARCH_BUDGET if thorough else 0, by_steps, most_first)
             if isinstance(found, str):
                 lacking = lacking or found

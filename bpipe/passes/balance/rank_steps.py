@@ -12,10 +12,9 @@ from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from bpipe.passes.communicate import communicate
 from bpipe.plan.action import BACKWARD, COMPUTE, Action, Op
 from bpipe.plan.meter import Meter, occupancy
-from bpipe.plan.order import Moments, clock_of
+from bpipe.plan.order import Moments
 from bpipe.plan.plan import Plan
 from bpipe.skips.holds import changes
 
@@ -139,16 +138,20 @@ class RankSteps:
         return [(stage, microbatch, k) for k in range(1, num_parts + 1)] if op is not Op.F or self._plan.ends(action) else []
 
 
-def steps_of(plan: Plan) -> list[RankSteps]:
-    """Return the steps of every rank of a plan of computations."""
-    computed = [plan.compute(rank) for rank in range(plan.num_ranks)]
-    begins, moments = clock_of(plan, computed)
+def steps_of(plan: Plan, finished: Plan, times: tuple[Sequence[array[int]], Moments]) -> list[RankSteps]:
+    """Return the steps of every rank of a plan of computations.
+
+    Args:
+        plan: without messages.
+        finished: the plan with messages, which count in bytes.
+        times: when the computations start, as `clock_of` returns them.
+    """
+    begins, moments = times
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
-    with_messages = plan if plan.sizes is None else communicate(plan, (begins, moments))
     arrival = partial(_arrival, plan, moments)
     return [
         RankSteps(plan, rank, static[rank], _occupied_during(lane, plan.meter()), partial(arrival, begins[rank]))
-        for rank, lane in enumerate(with_messages.actions)
+        for rank, lane in enumerate(plan.actions if plan.sizes is None else finished.actions)
     ]
 
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from bpipe.passes.balance.rank_steps import RankSteps
-from bpipe.passes.communicate import communicate
 from bpipe.plan.plan import Plan
 from bpipe.simulator.costs import Costs
-from bpipe.simulator.simulation import simulate
+from bpipe.simulator.simulation import simulated_times
 
 __all__: list[str] = []
 
@@ -34,9 +33,9 @@ def uniform(num_steps: int, largest: int, *, hides: bool) -> StepTimes:
     return StepTimes([step * largest for step in range(num_steps + 1)], lambda peer, num_bytes: num_bytes, False, hides)
 
 
-def simulated(plan: Plan, ranks: Sequence[RankSteps], costs: Costs) -> Iterator[StepTimes]:
-    """Yield the times of each rank of a plan without evictions, simulated."""
-    timeline = simulate(communicate(plan), costs)
+def simulated(finished: Plan, ranks: Sequence[RankSteps], costs: Costs) -> Iterator[StepTimes]:
+    """Yield the times of each rank of a plan without evictions, but with messages, simulated."""
+    timeline = simulated_times(finished, costs)
     for rank, steps in enumerate(ranks):
         spans = iter(timeline.computations(rank))
         begins: list[float] = []

@@ -15,8 +15,9 @@ from bpipe.api.policy import Way
 from bpipe.errors import ConfigurationError
 from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Destinations, Plan, verify
-from bpipe.search.fastest import EFFORT, Family, Found, searched
+from bpipe.search.fastest import EFFORT, searched
 from bpipe.search.setting import Setting
+from bpipe.search.work import Family, Found
 from bpipe.tools.arguments import add_plan, costs_of, plan_of, whole
 from bpipe.tools.balancing import LOWEST, sizes_of
 from bpipe.tools.quantities import show_seconds
