@@ -69,7 +69,9 @@ class _Candidate:
         return self.estimate_s * (1 if self.kept is None or self.kept.way is None else 1 + NEAR)
 
     def keep(self, kept: Kept | None) -> None:
-        self.kept, self.estimate_s = kept, inf if kept is None else self.order_s * kept.step_s / self.judged_order_s
+        self.kept, self.estimate_s = kept, inf
+        if kept is not None:
+            self.estimate_s = self.order_s * (kept.step_s / self.judged_order_s if self.judged_order_s else 1.0)
 
 
 def chosen(works: Sequence[Work], *, all_kept: bool = False, told: Callable[[float], None] = lambda _: None) -> list[Found]:
@@ -116,5 +118,5 @@ def _judge(candidates: Sequence[_Candidate]) -> None:
     for one in candidates:
         limit_s = least_s * (1 + NEAR * (one.judge is not one.work))
         if one.kept is None and one.order_s < limit_s * (1 - ROUNDING):
-            one.keep(one.judge.kept_by_moving(one.judged, limit_s * one.judged_order_s / one.order_s))
+            one.keep(one.judge.kept_by_moving(one.judged, limit_s * (one.judged_order_s / one.order_s if one.order_s else 1.0)))
             least_s = min(least_s, one.estimate_s)
