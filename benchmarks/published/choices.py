@@ -49,7 +49,7 @@ def chosen(scenario: Scenario, *, of_all: bool) -> Choice:
 def gains(choice: Choice, most: int) -> str:
     """Return what a choice gains over the next best of other kinds, that were simulated within the memory or not at all."""
     shown = [one for one in choice.others if one.step_s is not None or one.least_s >= choice.step_s][:most]
-    return "; ".join(f"{one.least_s / choice.step_s:.2f}x over {one.name}" for one in shown)
+    return "; ".join(f"{one.least_s / choice.step_s:.2f}x over {one.name}" for one in shown) or "no other plan that fits is as fast"
 
 
 @cache

@@ -228,7 +228,7 @@ def _reason(one: Tried, best: Tried, spent: Spent) -> str:
         why = one.spent.why_slower(spent)
         return why if one.step_s > best.step_s else f"{why}: not clearly faster, and it trusts in more"
     if one.order_s < best.price and not one.way.setting.fits(communicate(one.way.order)):
-        return f"does not fit: {too_full(communicate(one.way.order), one.way.setting.budgets)}, and nothing found keeps it below"
+        return f"{too_full(communicate(one.way.order), one.way.setting.budgets)}, and no plan found that keeps it below is faster"
     return f"{one.spent.why_slower(spent)}, with any memory"
 
 
