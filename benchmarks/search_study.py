@@ -3,7 +3,8 @@
 Tables that were measured stay in benchmarks/results/search_tables.csv and search_exact.csv, and only others are measured; so more
 can be added at any time, and the study tells of all of them:
 
-    .venv/bin/python -m benchmarks.search_study 1000 60   # tables, and small ones that are solved exactly
+    .venv/bin/python -m benchmarks.search_study 1000 60     # tables, and small ones that are solved exactly
+    .venv/bin/python -m benchmarks.search_study 1000 60 8   # the tables in 8 processes
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -119,21 +121,20 @@ def known(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def extend(path: Path, measure: Callable[[int], list[Row]], indices: Iterable[int]) -> None:
+def extend(path: Path, measure: Callable[[int], list[Row]], indices: Iterable[int], processes: int = 1) -> None:
     """Measure the tables that were not measured yet, and keep each at once."""
     done = {int(row["index"]) for row in known(path)}
-    for index in indices:
-        if index in done:
-            continue
-        rows = measure(index)
-        is_new = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS[path.name], lineterminator="\n", restval="")
-            if is_new:
-                writer.writeheader()
-            writer.writerows(rows)
-        if __name__ == "__main__":
-            print(path.name, index, *(f"{key}={value}" for row in rows for key, value in list(row.items())[1:]), flush=True)
+    missing = [index for index in indices if index not in done]
+    with ProcessPoolExecutor(processes) as pool:
+        for index, rows in zip(missing, pool.map(measure, missing) if processes > 1 else map(measure, missing)):
+            is_new = not path.exists()
+            with path.open("a", newline="") as file:
+                writer = csv.DictWriter(file, COLUMNS[path.name], lineterminator="\n", restval="")
+                if is_new:
+                    writer.writeheader()
+                writer.writerows(rows)
+            if __name__ == "__main__":
+                print(path.name, index, *(f"{key}={value}" for row in rows for key, value in list(row.items())[1:]), flush=True)
 
 
 def summary(path: Path, measure: Callable[[int], list[Row]], told: Callable[[list[dict[str, str]]], list[Row]]) -> list[Row]:
@@ -258,6 +259,7 @@ STUDY = Study(
 
 
 if __name__ == "__main__":
-    extend(TABLES, measured, range(int(sys.argv[1])))
-    extend(SMALL, solved, range(int(sys.argv[2])))
+    tables, small, *processes = map(int, sys.argv[1:])
+    extend(TABLES, measured, range(tables), *processes)
+    extend(SMALL, solved, range(small))
     STUDY.run(print)

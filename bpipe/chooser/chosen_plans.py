@@ -335,11 +335,12 @@ class ChosenPlans(MeasuredPlans):
             why = "nothing is clearly faster"
             again_s = simulate(before.plan, track.known.costs(sizes)).makespan_s
             choice = self._choose(track, sizes, track.budgets)
-            if any(one.plan.actions == choice.plan.actions for _, one in track.measured):
+            gain = 1 - choice.step_s / again_s
+            if gain > GAIN and any(one.plan.actions == choice.plan.actions for _, one in track.measured):
                 why = "what would be faster was tried"
-            elif choice.step_s < again_s * (1 - GAIN):
-                gain = f"{100 * (1 - choice.step_s / again_s):.1f}%"
-                return Answer(choice.to_json(), True, False, f"{said}: {choice.name} takes its place, to save {gain}")
+            elif gain > GAIN:
+                said = f"{said}: {choice.name} takes its place, to save {100 * gain:.1f}%"
+                return Answer(choice.to_json(), True, False, said)
         return Answer(is_last=True, said=f"{said}: it stays, because {why}")
 
     def _choose(self, track: Track, sizes: Sizes, budgets: Budgets) -> Choice:

@@ -384,12 +384,10 @@ def test_measured_times_predict_other_plans(capsys, tmp_path: Path):
 
 
 def test_advise_answers_and_its_exit_code_is_the_answer(capsys):
-    machine = ("--device", "a100-80gb", "--stages", "8", "--tensor-parallel", "4", "--microbatch-sizes", "1,2")
+    machine = ("--device", "a100-80gb", "--stages", "8", "--tensor-parallel", "4", "--microbatch-sizes", "1,2", "--effort", "0")
     code, out, _ = run(capsys, "advise", "gpt3-96b", *machine, "--batch", "128", "--efficiency", "1=0.3,2=0.426")
     assert code == 0 and "Balance" in out and "Assumed:" in out
     assert data(capsys, "advise", "gpt3-96b", *machine, "--batch", "128")["candidates"]
-    code, *_ = run(capsys, "advise", "gpt3-175b", "--device", "v100-32gb", "--stages", "8", "--batch", "64")
-    assert code == 1
 
 
 def test_advise_chooses_and_writes_what_it_chose(capsys, tmp_path):
@@ -405,13 +403,15 @@ def test_advise_chooses_and_writes_what_it_chose(capsys, tmp_path):
 
 
 def test_advise_without_a_plan_that_fits(capsys):
-    code, out, _ = run(capsys, "advise", "gpt3-175b", "--device", "v100-32gb", "--stages", "8", "--batch", "64", "--effort", "0")
+    machine = ("--device", "v100-32gb", "--stages", "8", "--microbatch-sizes", "1", "--effort", "0")
+    code, out, _ = run(capsys, "advise", "gpt3-175b", *machine, "--batch", "64")
     assert code == 1 and out.startswith("No plan fits: ")
 
 
 def test_advise_takes_dimensions(capsys):
     sizes = ("--layers", "24", "--hidden", "2048", "--heads", "16", "--sequence", "1024", "--vocabulary", "50257")
-    found = data(capsys, "advise", *sizes, "--device", "h100", "--stages", "4,8", "--num-devices", "8", "--batch", "32")
+    machine = ("--device", "h100", "--stages", "4,8", "--num-devices", "8")
+    found = data(capsys, "advise", *sizes, *machine, "--batch", "32", "--effort", "0")
     assert {each["num_stages"] for each in found["candidates"]} == {4, 8}
 
 
