@@ -31,7 +31,7 @@ TIMEOUT_S = 180.0
 # Each with its number of processes, and a line of what it prints.
 RUNS: dict[str, tuple[int, str]] = {
     "activation_checkpointing": (4, r"selective, rank 0: at most \d+ KiB of activations, [1-9]\d* KiB"),
-    "auto": (4, r"The best of the other kinds:"),
+    "auto": (4, r"The best of the other kinds"),
     "compile": (4, r"rank 0: 1 graph\(s\), 0 breaks, [1-9]\d* KiB"),
     "fill": (4, r"rank 0: \d+ batches embedded in \d+% of the waits, as the model alone does"),
     "fsdp": (4, r"pipeline 1, stage 0: \d+ of \d+ weights here"),

@@ -188,6 +188,8 @@ def auto(
     if isinstance(stages, nn.Module):
         if start is not None or slices != 1:
             raise ConfigurationError("start= and slices= are about stages, and this model is not cut yet: leave them out")
+        if loss_fn is None:
+            raise ConfigurationError("a model is cut to be trained: give loss_fn=, which is measured with the last layer")
         args = batch if isinstance(batch, tuple) else (batch,)
         whole = WholeModel(
             model=stages,

@@ -36,7 +36,7 @@ Model = str | Transformer | Profile | Sequence[Profile] | Sequence[LayerCost] | 
 HOST_LINK = "pcie4"
 
 ASSUMPTIONS = (
-    "Each transfer has its link for itself, at full bandwidth and without latency, and does not slow computations down; reducing "
+    "Transfers take turns on a link, at full bandwidth, and do not slow computations down; reducing "
     "gradients over replicas and the optimizer's step are not counted.",
     "Memory is static bytes, saved activations, messages, and buffers for activations of other ranks.",
     "Left out are schedules that hold the model twice (Chimera, BitPipe), because that takes another set of static bytes.",
@@ -135,8 +135,10 @@ def choose_plan(
     check_count("effort", effort, least=0)
     check_count("parts", parts)
     for name, numbers in (("slices", slices), ("stages_per_rank", stages_per_rank), ("microbatch_sizes", microbatch_sizes or ())):
-        for number in numbers:
+        for number in advise_inputs.series(name, numbers) if numbers else ():
             check_count(name, number)
+    if isinstance(schedules, str):
+        raise ConfigurationError(f"schedules={schedules!r}: give a list of names, such as [{schedules!r}]")
     if by not in get_args(Way):
         raise ConfigurationError(f"by={by!r}: choose 'evict', 'recompute' or 'evict_or_recompute'")
     found = advise_inputs.device_of(device)
@@ -169,8 +171,10 @@ def choose_plan(
             "measured, all are like it."
         ]
     else:
-        layers = as_measured(model, microbatch_sizes, batch)
+        layers = as_measured(model, None if microbatch_sizes is None else advise_inputs.series("", microbatch_sizes), batch)
         assumed = ["A layer takes as long in a stage as it took alone, and as much memory."]
+        if not isinstance(model, Mapping):
+            assumed.append("The layers were measured with microbatches of one row, as they were given without a microbatch size.")
     question = ModelQuestion(
         layers=layers,
         num_ranks=num_ranks,
@@ -180,15 +184,16 @@ def choose_plan(
         host_link=advise_inputs.links_of(None, host_link, None, None, ()).link,
         working_bytes=working,
         schedules=None if schedules is None else tuple(schedules),
-        stages_per_rank=tuple(stages_per_rank),
-        slices=tuple(slices),
+        stages_per_rank=advise_inputs.series("stages_per_rank", stages_per_rank),
+        slices=advise_inputs.series("slices", slices),
         attention=share,
         parts=parts,
         host=host,
         by=by,
     )
     answer = _cached(question, effort, seed, None if cache is None else Path(cache), progress)
-    return replace(answer, assumptions=(*assumed, *ASSUMPTIONS), to_measure=MEASURE)
+    is_measured = not isinstance(model, (str, Transformer))
+    return replace(answer, assumptions=(*assumed, *ASSUMPTIONS), to_measure=MEASURE[is_measured:])
 
 
 def _cached(
@@ -222,7 +227,7 @@ def _budgets(
 ) -> Budgets:
     if memory_bytes is None and device is None:
         return (None,) * num_ranks
-    if memory_bytes is None or isinstance(memory_bytes, int):
+    if memory_bytes is None or not isinstance(memory_bytes, (list, tuple)):
         memory, reserved = advise_inputs.memory_of(device, memory_bytes, reserved_bytes)
         return (memory - reserved,) * num_ranks
     if len(memory_bytes) != num_ranks:

@@ -339,8 +339,8 @@ class ChosenPlans(MeasuredPlans):
             if gain > GAIN and any(one.plan.actions == choice.plan.actions for _, one in track.measured):
                 why = "what would be faster was tried"
             elif gain > GAIN:
-                said = f"{said}: {choice.name} takes its place, to save {100 * gain:.1f}%"
-                return Answer(choice.to_json(), True, False, said)
+                expected = f"{show_s(choice.step_s)} are expected of it, and by the same costs {show_s(again_s)} of the present one"
+                return Answer(choice.to_json(), True, False, f"{said}: {choice.name} takes its place: {expected}")
         return Answer(is_last=True, said=f"{said}: it stays, because {why}")
 
     def _choose(self, track: Track, sizes: Sizes, budgets: Budgets) -> Choice:

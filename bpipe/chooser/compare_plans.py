@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, isclose
 
 from bpipe.chooser.plan_choice import Alternative, Choice
 from bpipe.chooser.question import Question
@@ -55,8 +55,9 @@ class Tried:
     @property
     def spent(self) -> Spent:
         """What the plan spends its step on; its order, if no plan is known."""
-        changes = self.kept is not None and (self.kept.evicts or self.kept.recomputes or self.is_made)
-        return Spent.of_plan(self.kept.plan, self.way.setting.costs) if self.kept is not None and changes else self.way.spent
+        if self.kept is None or (not self.is_made and isclose(self.kept.step_s, sum(self.way.spent), rel_tol=1e-6)):
+            return self.way.spent
+        return Spent.of_plan(self.kept.plan, self.way.setting.costs)
 
     @property
     def how(self) -> str:
@@ -226,10 +227,11 @@ def _kept_otherwise(best: Tried) -> Iterable[Tried]:
 def _reason(one: Tried, best: Tried, spent: Spent) -> str:
     if one.kept is not None:
         why = one.spent.why_slower(spent)
-        return why if one.step_s > best.step_s else f"{why}: not clearly faster, and it trusts in more"
+        assumes_more = one.step_s <= best.step_s and one.price > one.step_s
+        return f"{why}: not clearly faster, and its prediction assumes more" if assumes_more else why
     if one.order_s < best.price and not one.way.setting.fits(communicate(one.way.order)):
         return f"{too_full(communicate(one.way.order), one.way.setting.budgets)}, and no plan found that keeps it below is faster"
-    return f"{one.spent.why_slower(spent)}, with any memory"
+    return f"{one.spent.why_slower(spent)}, even if memory were no matter"
 
 
 def _nothing_fits(tried: Sequence[Tried]) -> str:
@@ -240,8 +242,9 @@ def _nothing_fits(tried: Sequence[Tried]) -> str:
     nearest = min(tried, key=excess)
     able = nearest.way.setting
     also = ", or host=True" * (able.evicts and able.to.host == "no")
+    inside = ", recomputation inside layers" * (not nearest.way.layout.load.recomputation)
     return (
         f"no plan was found that keeps the budgets, of {len(tried)} ways; the nearest is {nearest.name}, where "
         f"{too_full(communicate(nearest.way.order), nearest.way.setting.budgets)} if nothing is offloaded or recomputed. Give more "
-        f"memory, more ranks, smaller microbatches, recomputation inside layers{also}"
+        f"memory, more ranks, smaller microbatches{inside}{also}"
     )

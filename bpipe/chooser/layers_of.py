@@ -86,7 +86,9 @@ def as_measured(layers: Any, sizes: Sequence[int] | None, batch: int) -> Layers:
         if not isinstance(size, int) or isinstance(size, bool) or size < 1:
             raise ConfigurationError(f"layers={{{size!r}: ...}}: give layers by microbatch size, a whole number")
         if not isinstance(some, Sequence) or not some or not all(isinstance(one, LayerCost) for one in some):
-            raise ConfigurationError(f"layers of microbatch size {size}: give LayerCosts, such as bpipe.measure_layers returns")
+            raise ConfigurationError(
+                f"layers of microbatch size {size}: give LayerCosts, as bpipe.measure_layers(model, example) returns them"
+            )
         if batch % size == 0 and (sizes is None or size in sizes):
             found[Load(size)] = tuple(some)
     if not found:

@@ -108,10 +108,11 @@ class Choice:
         gap = self.step_s / self.bound_s - 1 if self.bound_s > 0 else 0.0
         lines = [
             f"Run {self.name}: a step of {show_s(self.step_s)}, simulated.",
-            f"Fullest: rank {rank}, {show_bytes(peak)}{of}. No order of these computations is more than {100 * gap:.1f}% faster.",
+            f"Fullest: rank {rank}, {show_bytes(peak)}{of}.",
+            f"Another order of the same computations could gain {100 * gap:.1f}% at most.",
             *([f"Layers of each stage: {' '.join(str(len(names)) for names in self.stages)}."] if self.microbatch_size else []),
             "",
-            "The best of the other kinds:",
+            "The best of the other kinds, their steps over this one, and why they lose:",
             *_table([(one.name, self._times(one), one.reason) for one in self.others]),
             f"Compared: {self.num_considered} ways.",
         ]
@@ -122,7 +123,7 @@ class Choice:
     def _times(self, one: Alternative) -> str:
         if one.step_s is not None:
             return f"{one.step_s / self.step_s:.3f}"
-        return f"over {one.least_s / self.step_s:.3f}" if one.least_s >= self.step_s else "-"
+        return f">= {one.least_s / self.step_s:.3f}" if one.least_s >= self.step_s else "-"
 
 
 def show_s(seconds: float) -> str:

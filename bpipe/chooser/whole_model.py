@@ -144,7 +144,10 @@ class WholeModel:
 def _rows(batch: Any) -> int:
     rows = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     if len(rows) != 1:
-        raise ConfigurationError(f"batch: give tensors with the same number of rows, got {sorted(rows)}")
+        raise ConfigurationError(
+            "batch: for a model, give a batch of training, tensors with the same number of rows; these have "
+            f"{sorted(rows) or 'none'}"
+        )
     return int(rows.pop())
 
 

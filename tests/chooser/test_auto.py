@@ -463,7 +463,14 @@ def test_memory_that_is_none(memory: Any) -> None:
 
 def test_a_model_is_measured_where_it_will_be() -> None:
     with pytest.raises(ConfigurationError, match="the model is on cpu, and its stages will be on meta"):
-        bpipe.auto(nn.Linear(4, 4), torch.ones(8, 4), device="meta", group=bpipe.Loopback(1).rank(0))
+        bpipe.auto(nn.Linear(4, 4), torch.ones(8, 4), len, device="meta", group=bpipe.Loopback(1).rank(0))
+
+
+def test_a_model_needs_a_loss_and_a_batch() -> None:
+    wrong = (torch.ones(8, 4), None, "give loss_fn="), (4, nn.functional.mse_loss, "give a batch of training")
+    for batch, loss_fn, said in wrong:
+        with pytest.raises(ConfigurationError, match=said):
+            bpipe.auto(nn.Linear(4, 4), batch, loss_fn, group=bpipe.Loopback(1).rank(0))
 
 
 def test_a_form_of_inputs_has_its_own_plan() -> None:

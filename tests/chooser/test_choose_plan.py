@@ -211,6 +211,10 @@ LAYERS = layers_of(0)
         (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": 500, "reserved_bytes": 0}, BudgetError, "no plan was found"),
         ({3: LAYERS}, {"batch": 8, "num_ranks": 2}, ConfigurationError, "none of the microbatch sizes"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "microbatch_sizes": [2]}, ConfigurationError, "among microbatch_sizes=[2]"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "schedules": "1f1b"}, ConfigurationError, "give a list of names"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": "2GiB"}, ConfigurationError, "memory_bytes="),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": 2.2e6}, ConfigurationError, "memory_bytes="),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "microbatch_sizes": 2}, ConfigurationError, "among microbatch_sizes="),
         (LAYERS, {"batch": 8, "num_ranks": 2, "parts": 0}, ConfigurationError, "parts=0"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "slices": (0,)}, ConfigurationError, "slices=0"),
         ({1: LAYERS, 2: LAYERS[1:]}, {"batch": 8, "num_ranks": 2}, ConfigurationError, "different names"),
@@ -222,6 +226,15 @@ def test_bad_input(model: Any, wishes: dict[str, Any], error: type[BPipeError], 
     with pytest.raises(error) as caught:
         choose_plan(model, effort=0, **wishes)
     assert said in str(caught.value)
+
+
+def test_reasons_add_up_to_what_is_slower() -> None:
+    """Also where messages that meet no receiver yet make a step longer than its order."""
+    odd = [0.01 * (1 + 0.2 * (i % 3 == 0)) for i in range(10)], [0.01 * (1 + 0.2 * (i % 4 == 1)) for i in range(10)]
+    layers = [LayerCost(names=(f"{i}",), forward_s=f, backward_s=b, saved_bytes=100) for i, (f, b) in enumerate(zip(*odd))]
+    for one in choose_plan(layers, batch=128, num_ranks=2, effort=0).others:
+        assert one.step_s is not None and (one.step_s < 1.01 * 13.84 or "more waiting" in one.reason)
+        assert "assumes more" not in one.reason
 
 
 def test_plans_of_costs_that_are_free() -> None:

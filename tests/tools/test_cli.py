@@ -396,7 +396,7 @@ def test_advise_chooses_and_writes_what_it_chose(capsys, tmp_path):
     code, out, _ = run(capsys, *arguments, "--out", str(tmp_path / "plan.txt"))
     plan = Plan.from_text((tmp_path / "plan.txt").read_text())
     verify(plan)
-    assert code == 0 and out.startswith(f"Run {plan.name}, ") and "The best of the other kinds:" in out
+    assert code == 0 and out.startswith(f"Run {plan.name}, ") and "The best of the other kinds" in out
     found = data(capsys, *arguments, "--cache", str(tmp_path / "kept"))
     assert found["choice"]["plan"] == plan.to_text() and len(list((tmp_path / "kept").iterdir())) == 1  # two ranks are too few
     assert found["decision"] and found["choice"]["step_s"] <= min(one["step_s"] for one in found["candidates"] if one["fits"])

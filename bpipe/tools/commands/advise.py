@@ -40,6 +40,8 @@ EXAMPLES = """examples:
   bpipe advise llama2-7b --device a100-80gb --stages 4 --batch 32 --schedules 1f1b,zb_h1 --out plan.txt
 Exit code 1: nothing fits."""
 
+ALONE = "Of 1F1B and GPipe alone, which the published studies compare, and whether balancing pays there:\n"
+
 DIMENSIONS = {
     "layers": "num_layers",
     "hidden": "hidden",
@@ -144,10 +146,10 @@ def run(args: argparse.Namespace) -> Result:
     written = []
     if choice is not None and args.out is not None:
         args.out.write_text(choice.plan.to_text(), encoding="utf-8")
-        written = [f"wrote {args.out}: FromPlan(stages, Plan.from_text(...)) runs it"]
+        written = [f"wrote {args.out}: FromPlan(stages, Plan.from_text(...)) runs it, with stages of the layers above"]
     return Result(
         data=advice.to_dict() | {"choice": None if choice is None else choice.to_dict()},
-        shown=lambda: [refusal if choice is None else str(choice), *written, "", str(advice)],
+        shown=lambda: [refusal if choice is None else str(choice), *written, "", ALONE, str(advice)],
         exit_code=0 if advice.best is not None or choice is not None else 1,
     )
 
