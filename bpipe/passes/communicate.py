@@ -235,7 +235,9 @@ class _Lane:
                 self.inside.append([action])
                 self.before.append([])
         # The boundary before each computation; of a backward that runs beside a forward, the one before both.
-        self.boundaries = [i - (i > 0 and plan.begins_pair(self.steps[i - 1])) for i in range(len(self.steps))]
+        self.boundaries = list(range(len(self.steps)))
+        if plan.overlapped:
+            self.boundaries = [i - (i > 0 and plan.begins_pair(self.steps[i - 1])) for i in self.boundaries]
         self.sends = [sent[_kind(plan, step)] for step in self.steps]
         self.receives = [received[_kind(plan, step)] for step in self.steps]
         self.arriving: list[list[Action]] = [[] for _ in self.before]  # at each boundary, completions of receives for the next step
@@ -246,7 +248,7 @@ class _Lane:
     def emit(self) -> tuple[Action, ...]:
         at_boundary = zip(self.posted, self.early, self.completed, self.before)
         lane = [action for actions in next(at_boundary) for action in actions]
-        made: list[Action] = []  # the sends of what both of a pair make follow the pair
+        made, pairs = list[Action](), self.plan.overlapped  # the sends of what both of a pair make follow the pair
         exchanged: list[list[Action]] = [[] for _ in self.steps]
         for after, action in self.exchanges:
             exchanged[after - 1].append(action)
@@ -258,7 +260,7 @@ class _Lane:
             lane += inside
             for send in sends:
                 made.append(_action((send[0], stage, microbatch, send[2], send[3])))
-            if not self.plan.begins_pair(step):
+            if not pairs or not self.plan.begins_pair(step):
                 lane += made
                 made = []
             lane += exchanges

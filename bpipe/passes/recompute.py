@@ -234,12 +234,13 @@ class _Rank:
         if limit is None or self._peak <= limit:
             return set()
         greedy = _GreedyRecompute(self._static, limit)
+        run, chosen = greedy.run, greedy.chosen
         for event in self._events:
-            if event.op in BACKWARD and event.which in greedy.chosen and not greedy.run(self._event(Action(Op.R, *event.which))):
+            if event.which in chosen and event.op in BACKWARD and not run(self._event(Action(Op.R, *event.which))):
                 return None
-            if not greedy.run(event):
+            if not run(event):
                 return None
-        return greedy.chosen
+        return chosen
 
 
 class _GreedyRecompute:

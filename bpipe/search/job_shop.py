@@ -98,7 +98,8 @@ class JobShop:
         self.rank = [rank for rank, lane in enumerate(lanes) for _ in lane]
         numbers = iter(range(len(self.actions)))
         self.lanes: Lanes = [[next(numbers) for _ in lane] for lane in lanes]
-        self.seconds = [costs.seconds(*action.op_key) if action.op in COMPUTE else 0.0 for action in self.actions]
+        seconds = costs.seconds_of(plan)
+        self.seconds = [seconds(*action[:3]) if action[0] in COMPUTE else 0.0 for action in self.actions]
         self._number: dict[Identity, int] = {action.identity: number for number, action in enumerate(self.actions)}
         self.consumers, self.num_links = self._consumers(costs)
         self.makers: list[list[int]] = [[] for _ in self.actions]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, product
 from math import inf, isclose
 from typing import Any, TypeVar
 
 from bpipe.errors import ConfigurationError
-from bpipe.plan.action import HOST, Action, Op
+from bpipe.plan.action import COMPUTE, HOST, Action, Op
 from bpipe.plan.plan import Plan
 
 __all__ = ["Costs", "Link"]
@@ -148,6 +148,13 @@ class Costs:
                 return max(self.seconds(Op.B, stage, microbatch) - self.seconds(Op.I, stage, microbatch), 0.0)
             return _of_microbatch(self.weight_s, stage, microbatch)
         raise KeyError(op)
+
+    def seconds_of(self, plan: Plan) -> Callable[[Op, int, int], float]:
+        """Return a function that is as `seconds`, and faster for many computations of a plan."""
+        if not self.are_of_stages:
+            return self.seconds
+        times = {(op, stage): self.seconds(op, stage, 0) for op in COMPUTE for stage in range(plan.num_stages)}
+        return lambda op, stage, _: times[op, stage]
 
     @property
     def are_of_stages(self) -> bool:

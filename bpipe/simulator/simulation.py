@@ -132,6 +132,8 @@ class _Events:
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self.plan, self.costs = plan, costs
+        self.seconds = costs.seconds_of(plan)
+        self.are_pairs_shorter = costs.overlapped_share > 0 and bool(plan.overlapped)
         self.carried = costs.carried if plan.sizes is None else plan.sizes.carried
         self.compute = [_LaneRun(rank, lane) for rank, lane in enumerate(plan.actions)]
         self.chains = [{peer: _LaneRun(rank, chain) for peer, chain in plan.chains(rank).items()} for rank in range(plan.num_ranks)]
@@ -179,19 +181,15 @@ class _Events:
             lane.has_begun = False
             if op in START_OF:
                 del self.arrival_s[action.start_identity]
-            if self._is_side_by_side(action):
+            if self.are_pairs_shorter and self.plan.begins_pair(action):
                 lane.position += 1
                 lane.begin_s[lane.position], lane.end_s[lane.position] = lane.begin_s[lane.position - 1], now
             lane.position += 1
 
-    def _is_side_by_side(self, action: Action) -> bool:
-        """Return whether an action and the next one take their time together, from the begin of both to the end of both."""
-        return self.costs.overlapped_share > 0 and self.plan.begins_pair(action)
-
     def _computed_s(self, lane: _LaneRun, action: Action) -> float:
         """Return when a computation that has begun ends, slowed down by the transfers known so far."""
-        begin, work = lane.begin_s[lane.position], self.costs.seconds(*action.op_key)
-        if self._is_side_by_side(action):
+        begin, work = lane.begin_s[lane.position], self.seconds(*action[:3])
+        if self.are_pairs_shorter and self.plan.begins_pair(action):  # they take their time together
             work = self.costs.pair_s(action, lane.actions[lane.position + 1])
         if action.part:
             work /= self.plan.num_parts(action.stage)
