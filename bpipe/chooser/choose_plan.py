@@ -19,12 +19,10 @@ from bpipe.errors import ConfigurationError
 from bpipe.estimate import advise_inputs
 from bpipe.estimate.checks import check_count
 from bpipe.estimate.devices import Device
-from bpipe.estimate.execution import RECOMPUTATIONS, Execution
+from bpipe.estimate.execution import RECOMPUTATIONS
 from bpipe.estimate.long_contexts import attention_share
 from bpipe.estimate.measurement import Profile
-from bpipe.estimate.state_bytes import DEFAULT_BYTES_PER_PARAMETER
 from bpipe.estimate.transformer import Transformer
-from bpipe.estimate.workload import ModelWorkload
 from bpipe.partition.layers import LayerCost
 from bpipe.passes.fit import Budgets
 from bpipe.schedules import Link, names
@@ -147,18 +145,18 @@ def choose_plan(
     layers: Layers
     working: dict[Load, int] = {}
     if isinstance(model, (str, Transformer)):
-        execution = Execution(
-            attention=attention, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, precision=precision
-        )
-        whole = advise_inputs.transformer_of(model)
-        workload = ModelWorkload(
-            model=whole if sequence is None else replace(whole, sequence=sequence),
-            execution=execution,
-            recomputations=advise_inputs.recomputations_of(recomputations, execution.attention),
-            device=advise_inputs.computing(found, execution.precision),
-            efficiency=None if efficiency is None else advise_inputs.efficiency_of(efficiency),
-            bytes_per_parameter=bytes_per_parameter or DEFAULT_BYTES_PER_PARAMETER,
-            links=links,
+        workload = advise_inputs.workload_of(
+            model,
+            found,
+            links,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            sequence=sequence,
+            attention=attention,
+            precision=precision,
+            recomputations=recomputations,
+            efficiency=efficiency,
+            bytes_per_parameter=bytes_per_parameter,
         )
         layers, working = of_transformer(workload, _sizes(microbatch_sizes, batch, num_ranks, workload.microbatch_sizes))
         share, assumed = (attention_share(workload.model) if attention == "flash" else 0.0), list(workload.assumptions)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import inf
 from typing import Any
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.checks import check_count, check_positive, lookup
 from bpipe.estimate.devices import Device, device_named, is_named, link_named
-from bpipe.estimate.execution import RECOMPUTATIONS
+from bpipe.estimate.execution import RECOMPUTATIONS, Execution
 from bpipe.estimate.measurement import Profile
 from bpipe.estimate.models import model_named
+from bpipe.estimate.state_bytes import DEFAULT_BYTES_PER_PARAMETER
 from bpipe.estimate.transformer import Transformer
-from bpipe.estimate.workload import Links
+from bpipe.estimate.workload import Links, ModelWorkload
 from bpipe.simulator.costs import Link
 
 __all__: list[str] = []
@@ -49,6 +51,38 @@ def transformer_of(model: object) -> Transformer:
         return model_named(model)
     raise ConfigurationError(
         f"model= is of type {type(model).__qualname__}: give a name, a bpipe.estimate.Transformer, or a result of bpipe.profile"
+    )
+
+
+def workload_of(
+    model: object,
+    device: Device | None,
+    links: Links,
+    *,
+    tensor_parallel: int,
+    sequence_parallel: bool,
+    sequence: int | None,
+    attention: str,
+    precision: str,
+    recomputations: object,
+    efficiency: object,
+    bytes_per_parameter: float | None,
+    layers: object = None,
+) -> ModelWorkload:
+    """Return a model by formulas, as `advise` describes it."""
+    execution = Execution(
+        attention=attention, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, precision=precision
+    )
+    whole = transformer_of(model)
+    return ModelWorkload(
+        model=whole if sequence is None else replace(whole, sequence=sequence),
+        execution=execution,
+        recomputations=recomputations_of(recomputations, execution.attention),
+        device=computing(device, execution.precision),
+        efficiency=None if efficiency is None else efficiency_of(efficiency),
+        bytes_per_parameter=bytes_per_parameter or DEFAULT_BYTES_PER_PARAMETER,
+        links=links,
+        layers=None if layers is None else series("layers", layers),
     )
 
 

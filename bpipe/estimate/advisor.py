@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from math import isfinite
 
 from bpipe.errors import ConfigurationError
@@ -14,12 +13,11 @@ from bpipe.estimate.checks import check_count, check_positive
 from bpipe.estimate.decision import verdict_on
 from bpipe.estimate.devices import Device
 from bpipe.estimate.evaluate import Evaluator, Progress, finite
-from bpipe.estimate.execution import RECOMPUTATIONS, Execution
+from bpipe.estimate.execution import RECOMPUTATIONS
 from bpipe.estimate.long_contexts import NOTICED, V_SHAPES, slowed, too_long
 from bpipe.estimate.measurement import Profile
 from bpipe.estimate.square_cube import say_from_where
 from bpipe.estimate.stages import split_layers
-from bpipe.estimate.state_bytes import DEFAULT_BYTES_PER_PARAMETER
 from bpipe.estimate.transformer import Transformer
 from bpipe.estimate.workload import MeasuredWorkload, ModelWorkload, Workload
 
@@ -125,19 +123,19 @@ def advise(
         advise_inputs.refuse_for_profiles(efficiency=efficiency, layers=layers, sequence=sequence, **said)
         workload = MeasuredWorkload(profiles=profiles, bytes_per_parameter=bytes_per_parameter, links=links)
     else:
-        execution = Execution(
-            attention=attention, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, precision=precision
-        )
-        whole = advise_inputs.transformer_of(model)
-        workload = ModelWorkload(
-            model=whole if sequence is None else replace(whole, sequence=sequence),
-            execution=execution,
-            recomputations=advise_inputs.recomputations_of(recomputations, execution.attention),
-            device=advise_inputs.computing(found, execution.precision),
-            efficiency=None if efficiency is None else advise_inputs.efficiency_of(efficiency),
-            bytes_per_parameter=bytes_per_parameter or DEFAULT_BYTES_PER_PARAMETER,
-            links=links,
-            layers=None if layers is None else advise_inputs.series("layers", layers),
+        workload = advise_inputs.workload_of(
+            model,
+            found,
+            links,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            sequence=sequence,
+            attention=attention,
+            precision=precision,
+            recomputations=recomputations,
+            efficiency=efficiency,
+            bytes_per_parameter=bytes_per_parameter,
+            layers=layers,
         )
     batches = advise_inputs.batches_of(batch, stages, tensor_parallel, num_devices)
     sizes = {p: advise_inputs.sizes_of(microbatch_sizes, batches[p], workload.microbatch_sizes) for p in stages}
