@@ -30,19 +30,12 @@ def chosen(scenario: Scenario, *, of_all: bool) -> Choice:
     slices = (1, 4) if of_all and scenario.attention == "flash" else (1,)
     return choose_plan(
         scenario.model,
-        batch=scenario.batch,
         num_ranks=scenario.num_ranks,
-        device=scenario.device,
-        link=scenario.bytes_per_s,
         schedules=None if of_all else CLASSIC,
         stages_per_rank=(1, 2, 4) if of_all else (1,),
         slices=slices,
-        microbatch_sizes=list(scenario.efficiency),
-        tensor_parallel=scenario.tensor_parallel,
-        attention=scenario.attention,
-        recomputations=scenario.recomputations,
-        efficiency=scenario.efficiency,
         effort=0,
+        **scenario.described,
     )
 
 

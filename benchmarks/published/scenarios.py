@@ -164,21 +164,23 @@ class Scenario:
         """Yield each microbatch size with each recomputation."""
         yield from (self.case(size, how) for size in self.efficiency for how in self.recomputations)
 
+    @property
+    def described(self) -> dict[str, Any]:
+        """The arguments that `advise` and `choose_plan` have in common."""
+        return {
+            "batch": self.batch,
+            "device": self.device,
+            "tensor_parallel": self.tensor_parallel,
+            "attention": self.attention,
+            "recomputations": self.recomputations,
+            "microbatch_sizes": list(self.efficiency),
+            "efficiency": self.efficiency,
+            "link": self.bytes_per_s,
+        }
+
     def advice(self) -> Advice:
         """Return what `bpipe.advise` says."""
-        options: dict[str, Any] = {} if self.bytes_per_s is None else {"link": self.bytes_per_s}
-        return advise(
-            self.model,
-            batch=self.batch,
-            num_stages=self.num_ranks,
-            device=self.device,
-            tensor_parallel=self.tensor_parallel,
-            attention=self.attention,
-            recomputations=self.recomputations,
-            microbatch_sizes=list(self.efficiency),
-            efficiency=self.efficiency,
-            **options,
-        )
+        return advise(self.model, num_stages=self.num_ranks, **self.described)
 
     def outcomes(self) -> dict[tuple[Way, int, str], Outcome]:
         """Return what every plan does with every microbatch size and recomputation."""
