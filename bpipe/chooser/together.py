@@ -52,14 +52,14 @@ class Together:
 
     def covering(self, sizes: Sizes, budgets: Budgets) -> tuple[Sizes, Budgets]:
         """Return sizes that cover those of all replicas, and the least of their budgets."""
+        if self._group is None:
+            return sizes, budgets
         stages = {stage: tuple(slices) for stage, slices in enumerate(zip(*sizes.by_slice))}
         packed = json.dumps([Report(0, stages).pack().decode(), sizes.static, budgets])
         try:
             given = [json.loads(text) for text in self.texts(packed)]
         except ValueError as error:
             raise CommError(f"a replica sent unreadable sizes: {error}") from error
-        if len(given) == 1:
-            return sizes, budgets
         reports = [Report.unpack(report.encode(), replica).stages for replica, (report, _, _) in enumerate(given)]
         if any(one.keys() != stages.keys() for one in reports):
             raise CommError("replicas have different stages")
