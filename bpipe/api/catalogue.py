@@ -28,6 +28,7 @@ __all__ = [
     "FromPlan",
     "GPipe",
     "Interleaved1F1B",
+    "InterleavedZeroBubble",
     "OneFOneB",
     "Seq1F1B",
     "TeraPipe",
@@ -189,6 +190,8 @@ class FromPlan(_Slices):
         torch.Size([4, 4])
     """
 
+    is_single = False
+
     def __init__(
         self,
         stage: Any,
@@ -329,6 +332,16 @@ class Interleaved1F1B(_Slices):
             slow_s=slow_s,
             transfers_at_once=transfers_at_once,
         )
+
+
+class InterleavedZeroBubble(_Stages):
+    """Interleaved 1F1B whose backwards are split, with weight gradients where a rank would wait (Qi et al., arXiv 2401.10241).
+
+    The order of computations is that of torch's ScheduleInterleavedZeroBubble. With a multiple of p microbatches, every rank holds
+    at most p of them. Arguments are `Schedule`'s, except `stages`, the list of this rank's stages; hooks are as in `ZBH1`.
+    """
+
+    rule = "interleaved_zb"
 
 
 class BreadthFirst(_Stages):

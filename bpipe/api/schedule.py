@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from bpipe.api.loopback import Loopback, LoopbackGroup
+from bpipe.api.torch_attributes import TorchAttributes
 from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.transport.base import Transport
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
@@ -30,7 +31,7 @@ __all__ = ["Schedule"]
 T = TypeVar("T", float, float | None)
 
 
-class Schedule:
+class Schedule(TorchAttributes):
     """A pipeline schedule over the ranks of a group; subclasses name the rule.
 
     The interface is torch.distributed.pipelining's: the same loop runs with either. `step` and `eval` are collective over the
@@ -87,7 +88,7 @@ class Schedule:
         stages = stages_of(stage)
         first = next(iter(stages.values()))
         specs = Specs.checked(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        self._skips = tuple(sorted(set(first.skips.values())))
+        self._skips, self._slots = tuple(sorted(set(first.skips.values()))), slots
         plan = self._make_plan(first.num_stages, first.num_stages // len(stages), n_microbatches, slots)
         slicing = self._make_slicing(plan, stages)
         self._check_directions(plan, first.directions)
@@ -106,11 +107,18 @@ class Schedule:
             once=group.loopback.once if isinstance(group, LoopbackGroup) else lambda asked, make: make(),
         )
         self._session: Session | None = Session(context, self._source)
+        for one in stages.values():
+            one.original.has_backward = loss_fn is not None
 
     def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
         """Build the plan that this schedule trains with."""
         given: dict[str, Any] = {"num_ranks": num_ranks, "slots": slots, "skips": self._skips, "overlapped": self._overlapped}
         return build(self.rule, num_stages, n_microbatches, **given)
+
+    def _plan_for(self, num_microbatches: int) -> Plan:
+        plan = self.plan
+        made = self._make_plan(plan.num_stages, plan.num_ranks, num_microbatches, self._slots)
+        return made if made.num_microbatches == num_microbatches else super()._plan_for(num_microbatches)
 
     def _make_slicing(self, plan: Plan, stages: Mapping[int, PipelineStage]) -> Slicing | None:
         """Return how microbatches are cut into slices; None if stages take them whole."""
@@ -187,7 +195,7 @@ class Schedule:
             PipelineBrokenError: an earlier step failed, the schedule is closed, or a step of it is running.
         """
         call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(call, is_training=self.session.context.loss_fn is not None)
+        return self._run(call, is_training=self.session.context.trains)
 
     def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
         """Run the forwards alone, without a graph; also the losses if a target is given.

@@ -224,7 +224,7 @@ class Compute:
             inputs.note_owners(stash)
         with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
             if self._sequences is None:
-                output, left = self._stages[action.stage].submod(*inputs.args, **inputs.kwargs), list[torch.Tensor]()
+                output, left = self._stages[action.stage].run(inputs.args, inputs.kwargs), list[torch.Tensor]()
             else:
                 output, left = self._run(state, inputs, sets_hooks=stash is None)
             if inputs.borrowed or inputs.shared_skips:
@@ -308,7 +308,7 @@ class Compute:
         """Run a stage's module; return its output, and the tensors that it leaves for later slices."""
         submod, sequences = self._stages[state.stage].submod, self._sequences
         if sequences is None:
-            return submod(*inputs.args, **inputs.kwargs), []
+            return self._stages[state.stage].run(inputs.args, inputs.kwargs), []
         with sequences.forward(state.name, self._parts[state.stage].modules, sets_hooks=sets_hooks) as casts:
             result = submod(*inputs.args, **inputs.kwargs)
         return sequences.take(result, state, casts)

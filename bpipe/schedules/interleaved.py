@@ -34,6 +34,18 @@ def order(num_ranks: int, num_microbatches: int, stages_per_rank: int, slices: i
     return [_lane(num_ranks, num_microbatches, stages_per_rank, x, slices, ahead) for x in range(num_ranks)]
 
 
+def at_once(num_ranks: int, num_microbatches: int) -> int:
+    """Return how many microbatches go through a stage in turn: p, or a few more so that all rounds have as many."""
+    return num_microbatches // max(1, num_microbatches // num_ranks)
+
+
+def turns(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[tuple[int, int]]:
+    """Return the order in which a rank's stages, counted from 0, run microbatches forward."""
+    size = at_once(num_ranks, num_microbatches)
+    starts = range(0, num_microbatches, size)
+    return [(chunk, first + i) for first in starts for chunk in range(stages_per_rank) for i in range(size)]
+
+
 def _lane(p: int, m: int, v: int, x: int, k: int, ahead: int) -> list[Action]:
     last_first = backward_units(m, k)
     at_once = lcm(p, k)
