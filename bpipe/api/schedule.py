@@ -13,6 +13,7 @@ from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.transport.base import Transport
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
 from bpipe.comm.transport.in_process import LoopbackTransport
+from bpipe.comm.transport.process_group import is_fake
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.memory.ledger import Ledger
 from bpipe.model.call import Call, Specs, call_of
@@ -95,6 +96,7 @@ class Schedule(TorchAttributes):
         self._check_placement(plan, stages)
         self._source = PlanSource(plan, self.rule)
         self.group = group = group_or_alone(first.group, plan.num_ranks)
+        transport, session = ends_for(group, first.device, plan.num_ranks, **settings)
         context = RankContext(
             stages=stages,
             loss_fn=loss_fn,
@@ -102,11 +104,11 @@ class Schedule(TorchAttributes):
             slicing=slicing,
             scale_grads=scale_grads,
             group=group,
-            transport=transport_for(group, first.device, plan.num_ranks, **settings),
+            transport=transport,
             plan_rank=plan.stage_ranks[first.stage_index],
             once=group.loopback.once if isinstance(group, LoopbackGroup) else lambda asked, make: make(),
         )
-        self._session: Session | None = Session(context, self._source)
+        self._session: Session | None = session(context, self._source)
         for one in stages.values():
             one.original.has_backward = loss_fn is not None
 
@@ -332,6 +334,18 @@ def transport_for(
     transport = C10dTransport(group, device, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once)
     _check_size(transport.size, num_ranks)
     return transport
+
+
+def ends_for(group: Any, device: torch.device, num_ranks: int, **settings: Any) -> tuple[Transport, type[Session]]:
+    """Return this rank's end of a pipeline, and the kind of session that steps over it: one without peers over a fake group."""
+    if isinstance(group, LoopbackGroup) or not is_fake(group, device):
+        return transport_for(group, device, num_ranks, **settings), Session
+    from bpipe.dry_run.dry_session import DrySession
+    from bpipe.dry_run.fake_transport import FakeTransport
+
+    transport = FakeTransport(group, device)
+    _check_size(transport.size, num_ranks)
+    return transport, DrySession
 
 
 def _check_size(size: int, num_ranks: int) -> None:

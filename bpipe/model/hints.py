@@ -27,10 +27,15 @@ class Form(NamedTuple):
 
 
 class Hints:
-    """The examples of one stage; they are compared once, and are false afterwards."""
+    """The examples of one stage; they are compared once, and are false afterwards.
+
+    Attributes:
+        inputs: the forms of `input_args`, if it was given: a fake process group has no other source of them.
+    """
 
     def __init__(self, given: dict[str, Any]) -> None:
         self._forms = {name: _forms(given[name]) for name in COMPARED if given[name] is not None}
+        self.inputs = self._forms.get("input_args")
 
     def __bool__(self) -> bool:
         return bool(self._forms)
@@ -48,6 +53,12 @@ class Hints:
                     f"stage {stage}: {name} promised {_text(given[name])}, and the first microbatch has {_text(found)}: give "
                     f"{name} as one microbatch has it, or leave it out, because bpipe learns shapes from the first microbatch"
                 )
+
+
+def inputs_of(stage: Any) -> list[Form] | None:
+    """Return the forms of the `input_args` that another library's stage was given; None if it has none."""
+    metas = getattr(getattr(stage, "_user_meta", None), "inputs", None) or getattr(stage, "inputs_meta", None)
+    return None if metas is None else [Form(tuple(one.shape), one.dtype) for one in metas]
 
 
 def is_example(name: str, value: Any) -> bool:

@@ -15,7 +15,7 @@ from bpipe.device import with_index
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.memory.makeup import Makeups
 from bpipe.model.cut import cut_of
-from bpipe.model.hints import NAMES, Hint, Hints, is_example
+from bpipe.model.hints import NAMES, Hint, Hints, inputs_of, is_example
 from bpipe.skips.routes import named_skips
 
 __all__ = ["PipelineStage"]
@@ -229,6 +229,7 @@ class _AdoptedStage(PipelineStage):
     def __init__(self, stage: Any) -> None:
         get_mesh = getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None)
         super().__init__(stage.submod, stage.stage_index, stage.num_stages, stage.device, group=stage.group, get_mesh=get_mesh)
+        self.hints.inputs = inputs_of(stage)
         self._stage = stage
 
     @property

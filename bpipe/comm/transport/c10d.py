@@ -38,7 +38,7 @@ from bpipe.comm.transport.connect import open_connections
 from bpipe.comm.transport.device_ring import DeviceRing, open_ring, why_no_ring
 from bpipe.comm.transport.device_watchdog import DeviceWatchdog
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE, InFlight
-from bpipe.comm.transport.process_group import backends_of, count_pipelines
+from bpipe.comm.transport.process_group import backends_of, count_pipelines, is_fake
 from bpipe.comm.transport.ring import Ring
 from bpipe.comm.transport.socket_channel import SMALL, Receiver, Sender, SocketChannel
 from bpipe.comm.transport.staging import Staging
@@ -96,6 +96,11 @@ class C10dTransport(Transport):
             raise ConfigurationError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group (under torchrun) first, "
                 "or give the stages group=Loopback(n).rank(i) to run all ranks in this process"
+            )
+        if is_fake(group, device):
+            raise ConfigurationError(
+                "a fake process group has no other ranks: the schedules of bpipe do a step of one rank there, and everything else "
+                "needs ranks that run, as processes or in a bpipe.Loopback"
             )
         self.device = device
         self.group = dist.group.WORLD if group is None else group

@@ -46,6 +46,11 @@ def backends_of(group: Any) -> dict[str, str]:
     return dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
 
 
+def is_fake(group: Any, device: torch.device) -> bool:
+    """Return whether a process group only pretends to communicate for a device: torch's backend "fake"."""
+    return dist.is_initialized() and backends_of(group).get(device.type) == "fake"
+
+
 def device_of(group: Any) -> torch.device:
     """Return the device for tensors of a group's collectives: this rank's, if the group has a backend for devices, else the CPU."""
     kinds = [kind for kind, backend in backends_of(group).items() if kind != "cpu" and maker_of(backend) is not None]
