@@ -26,7 +26,7 @@ class _OnlyABase(ABCMeta):
     def __subclasscheck__(cls, kind: type) -> bool:
         if kind is cls:
             return True
-        return issubclass(kind, Schedule) and hasattr(kind, "rule") and is_single(kind) == cls.takes_one  # a Balanced takes any
+        return issubclass(kind, Schedule) and is_single(kind) is cls.takes_one
 
     def __instancecheck__(cls, one: Any) -> bool:
         return isinstance(one, Schedule) and one.takes_one_stage == cls.takes_one
