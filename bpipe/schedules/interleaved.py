@@ -22,7 +22,6 @@ from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []
 
-IN_TURN = "(v-1)m/floor(max(m, p)/p)"  # forwards of a rank's other stages before its last one's first
 EQUAL_ROUNDS = "a multiple of floor(m/p)"
 
 
@@ -77,7 +76,7 @@ def _rule(k: int = 1) -> Rule:
         placement=Placement.LOOPED,
         order=partial(order, slices=k),
         peak=partial(_peak, k=k),
-        peak_text=f"min(({IN_TURN} + 2(p-x)-1)/v, m)" if k == 1 else "min(lcm(p,k)/k + (2(p-x-1)+k-lcm(p,k))/(k*v), m)",
+        peak_text="min(p + (p-2x-1)/v, m) where p divides m" if k == 1 else "min(lcm(p,k)/k + (2(p-x-1)+k-lcm(p,k))/(k*v), m)",
         bubble=lambda p, m, v, f, i, w: (p - 1 + (v - 1) * max(0, p - m if k == 1 else 0)) * (f + i + w) / v / k,
         bubble_text="(p-1)(F+B)/v where m >= p" if k == 1 else "(p-1)(F+B)/(k*v)",
         allows=lambda p, m: m * k % lcm(p, k) == 0 if k > 1 else in_equal_rounds(p, m),
@@ -94,7 +93,7 @@ def _rule(k: int = 1) -> Rule:
             bubble=None,
             bubble_text="not given",
             peak=partial(_peak, k=k, ahead=1),
-            peak_text=f"min(({IN_TURN} + 2(p-x))/v, m)" if k == 1 else "min(lcm(p,k)/k + (2(p-x)-1+k-lcm(p,k))/(k*v), m)",
+            peak_text="min(p + (p-2x)/v, m) where p divides m" if k == 1 else "min(lcm(p,k)/k + (2(p-x)-1+k-lcm(p,k))/(k*v), m)",
         ),
     )
 
