@@ -277,10 +277,10 @@ class _Stages(Schedule):
 class Interleaved1F1B(_Slices):
     """Interleaved 1F1B: v >= 2 stages per rank in a loop, stage s on rank s mod p (Narayanan et al., arXiv 2104.04473).
 
-    It takes a multiple of p microbatches, and with `slices=k`, which cuts these along their sequences, a multiple of p / gcd(p, k).
-    Arguments are `Seq1F1B`'s, except `stages`, the list of this rank's stages, which take whole microbatches by default, and
-    `overlapped`: whether forwards run side by side with backwards in the steady state, with one more forward ahead on each rank;
-    how they do is up to `overlap`.
+    It takes a multiple of p microbatches, or another number that divides into floor(m/p) rounds, as torch's does. With `slices=k`,
+    which cuts these along their sequences, it takes a multiple of p / gcd(p, k). Arguments are `Seq1F1B`'s, except `stages`, the
+    list of this rank's stages, which take whole microbatches by default, and `overlapped`: whether forwards run side by side with
+    backwards in the steady state, with one more forward ahead on each rank; how they do is up to `overlap`.
 
     Example:
         >>> from torch import nn

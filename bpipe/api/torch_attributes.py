@@ -283,9 +283,11 @@ class TorchAttributes:
         self.load_csv(out.getvalue(), format)
 
 
-def is_single(kind: type[TorchAttributes]) -> bool:
-    """Return whether a class of schedules takes one stage, and not a list."""
-    return rule_named(kind.rule).default_stages_per_rank == 1 if kind.is_single is None else kind.is_single
+def is_single(kind: type[TorchAttributes]) -> bool | None:
+    """Return whether a class of schedules takes one stage, and not a list; None if each of its schedules has a rule of its own."""
+    if kind.is_single is None and hasattr(kind, "rule"):
+        return rule_named(kind.rule).default_stages_per_rank == 1
+    return kind.is_single
 
 
 def _check_format(format: str) -> None:

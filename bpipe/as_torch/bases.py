@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABCMeta
+from importlib import import_module
 from typing import Any
 
 from bpipe.api.schedule import Schedule
@@ -26,7 +27,7 @@ class _OnlyABase(ABCMeta):
     def __subclasscheck__(cls, kind: type) -> bool:
         if kind is cls:
             return True
-        return issubclass(kind, Schedule) and hasattr(kind, "rule") and is_single(kind) == cls.takes_one  # a Balanced takes any
+        return issubclass(kind, Schedule) and is_single(kind) is cls.takes_one
 
     def __instancecheck__(cls, one: Any) -> bool:
         return isinstance(one, Schedule) and one.takes_one_stage == cls.takes_one
@@ -80,14 +81,12 @@ def get_schedule_class(schedule_name: str) -> type:
         >>> get_schedule_class("balanced_1f1b").__name__
         'BalancedOneFOneB'
     """
-    import bpipe
-
     called = {name.lower(): name if name.startswith("Pipeline") else f"Schedule{name}" for name in OF_TORCH}
     called |= {name.lower(): name for name in called.values()}
     own = {name.lower(): rule.runs_as for rule in rules() for name in (rule.name, rule.runs_as) if rule.runs_as != "Schedule"}
     found = own | called
     if (asked := schedule_name.lower()) in found:
-        kind: type = getattr(bpipe, found[asked])
+        kind: type = getattr(import_module("bpipe"), found[asked])
         return kind
     raise ConfigurationError(
         f"no schedule class is called {schedule_name!r}: choose one of torch's, {', '.join(OF_TORCH)}, or of bpipe's, "

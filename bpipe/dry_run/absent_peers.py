@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from bpipe.comm.wire import header
 from bpipe.comm.wire.header import Subject
 from bpipe.comm.wire.message import ONE_TENSOR, MessageSpec, TensorMeta
-from bpipe.model.hints import Form
+from bpipe.model.examples import Form
 from bpipe.plan.action import channel_of
 from bpipe.schedules import Action, Channel, Op, Plan
 

@@ -56,7 +56,7 @@ class DrySession(Session):
                     "sends. Run all ranks in one process with bpipe.Loopback"
                 )
         received = {action.stage for action in plan.actions[rank] if action.op is Op.RECV_F}
-        unknown = sorted(stage for stage in received if self.context.stages[stage].hints.inputs is None)
+        unknown = sorted(stage for stage in received if self.context.stages[stage].input_forms is None)
         if unknown:
             raise ConfigurationError(
                 f"stage {unknown[0]} is on a fake process group, where no other rank says what its input looks like: give "
@@ -72,7 +72,7 @@ class DrySession(Session):
             return self._answers(gather(ask))
 
         run = super().agree(step, [record.pack(num_calls) for record in self._records(own, len(packed))], all_answers)
-        inputs = {index: stage.hints.inputs or [] for index, stage in self.context.stages.items()}
+        inputs = {index: stage.input_forms or [] for index, stage in self.context.stages.items()}
         self._fake.peers = AbsentPeers(run.plan, run.rank, run.step, inputs, self._evicted_bytes)
         return run
 

@@ -15,7 +15,7 @@ from bpipe.device import with_index
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.memory.makeup import Makeups
 from bpipe.model.cut import cut_of
-from bpipe.model.hints import NAMES, Hint, Hints, inputs_of, is_example
+from bpipe.model.examples import NAMES, Example, Examples, examples_of, inputs_of, is_example
 from bpipe.skips.routes import named_skips
 
 __all__ = ["PipelineStage"]
@@ -94,9 +94,9 @@ class PipelineStage:
         num_stages: int,
         device: torch.device | str | None = None,
         input_args: Any = None,
-        output_args: Hint = None,
+        output_args: Example = None,
         output_grads: Any = None,
-        input_grads: Hint = None,
+        input_grads: Example = None,
         group: Any = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: Callable[[tuple[str, ...], Any], Any] | None = None,
@@ -133,7 +133,8 @@ class PipelineStage:
         self.device = with_index(torch.device(device) if device is not None else _device_of(submodule))
         self.group = group_of(group)
         self.has_backward = False  # whether the latest schedule made of it trains
-        self.hints = Hints(given)
+        self.examples: Examples | None = examples_of(given)  # until they are compared with the first microbatch
+        self.input_forms = None if self.examples is None else self.examples.inputs  # stays: a fake group has no other source
         self._get_mesh = get_mesh
         self.dw_builder = dw_builder
         self.skips = named_skips({} if skips is None else skips, depth)
@@ -179,12 +180,15 @@ class PipelineStage:
         """Whether this stage returns the pipeline's outputs."""
         return (self.stage_index + 1) % self._depth == 0
 
-    def run(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run the module on one microbatch, and compare the first one with the examples that were given."""
-        output = self.submod(*args, **kwargs)
-        if self.hints:
-            self.hints.check(self.stage_index, args, output)
-        return output
+    def compare_examples(self, args: Sequence[Any], output: Any) -> None:
+        """Compare the examples that were given with the first microbatch, and forget them.
+
+        Raises:
+            StageError: a shape or a dtype differs, or there are more or fewer tensors.
+        """
+        examples, self.examples = self.examples, None
+        if examples is not None:
+            examples.check(self.stage_index, args, output)
 
     def as_replica(self, replica: int, num_replicas: int) -> PipelineStage:
         """Return the stage as the one of a plan with paths, which counts the stages of all replicas; both have the same module."""
@@ -229,7 +233,7 @@ class _AdoptedStage(PipelineStage):
     def __init__(self, stage: Any) -> None:
         get_mesh = getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None)
         super().__init__(stage.submod, stage.stage_index, stage.num_stages, stage.device, group=stage.group, get_mesh=get_mesh)
-        self.hints.inputs = inputs_of(stage)
+        self.input_forms = inputs_of(stage)
         self._stage = stage
 
     @property

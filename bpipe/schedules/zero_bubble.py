@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from bpipe.plan.action import Action, Op
-from bpipe.schedules.interleaved import at_once, turns
+from bpipe.schedules.interleaved import EQUAL_ROUNDS, at_once, in_equal_rounds, turns
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []
@@ -103,9 +103,9 @@ INTERLEAVED = Rule(
     placement=Placement.LOOPED,
     order=order_interleaved,
     peak=lambda p, m, v, x: Fraction(min((v - 1) * at_once(p, m) + p, m * v), v),
-    peak_text="min(p, m) where p divides m or m < p",
+    peak_text="min(p, m) where p divides m",
     bubble=lambda p, m, v, f, i, w: ((p - 1) * (f + i - w) + max(0, (p - m) * v, (2 * p - 3 * m) * v + 2 * m - p) * f) / v,
     bubble_text="(p-1)(F+I-W)/v where m >= p, W <= F and W <= I",
-    allows=lambda p, m: m % max(1, m // p) == 0,
-    allows_text="a multiple of floor(m/p)",
+    allows=in_equal_rounds,
+    allows_text=EQUAL_ROUNDS,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from bpipe.errors import ConfigurationError, StageError
 
 __all__: list[str] = []
 
-Hint = torch.Tensor | Sequence[torch.Tensor | None] | None
+Example = torch.Tensor | Sequence[torch.Tensor | None] | None
 COMPARED = ("input_args", "output_args")
 NAMES = (*COMPARED, "output_grads", "input_grads")  # in torch's order
 
@@ -26,37 +26,34 @@ class Form(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-class Hints:
-    """The examples of one stage; they are compared once, and are false afterwards.
+class Examples(NamedTuple):
+    """The examples of one stage, as the forms of their tensors; None if there is none."""
 
-    Attributes:
-        inputs: the forms of `input_args`, if it was given: a fake process group has no other source of them.
-    """
-
-    def __init__(self, given: dict[str, Any]) -> None:
-        self._forms = {name: _forms(given[name]) for name in COMPARED if given[name] is not None}
-        self.inputs = self._forms.get("input_args")
-
-    def __bool__(self) -> bool:
-        return bool(self._forms)
+    inputs: list[Form] | None
+    outputs: list[Form] | None
 
     def check(self, stage: int, args: Any, output: Any) -> None:
-        """Compare the examples with the first microbatch, and forget them.
+        """Compare the examples with a microbatch.
 
         Raises:
             StageError: a shape or a dtype differs, or there are more or fewer tensors.
         """
-        given, self._forms = self._forms, {}
-        for name, value in zip(COMPARED, (args, output)):
-            if name in given and (found := _forms(value)) != given[name]:
+        for name, expected, value in zip(COMPARED, self, (args, output)):
+            if expected is not None and (found := _forms(value)) != expected:
                 raise StageError(
-                    f"stage {stage}: {name} promised {_text(given[name])}, and the first microbatch has {_text(found)}: give "
+                    f"stage {stage}: {name} promised {_text(expected)}, and the first microbatch has {_text(found)}: give "
                     f"{name} as one microbatch has it, or leave it out, because bpipe learns shapes from the first microbatch"
                 )
 
 
+def examples_of(given: Mapping[str, Any]) -> Examples | None:
+    """Return the examples that can be compared; None if there are none."""
+    forms = [None if given[name] is None else _forms(given[name]) for name in COMPARED]
+    return None if forms == [None, None] else Examples(*forms)
+
+
 def inputs_of(stage: Any) -> list[Form] | None:
-    """Return the forms of the `input_args` that another library's stage was given; None if it has none."""
+    """Return the forms of the `input_args` that torch's stage was given; None if it has none."""
     metas = getattr(getattr(stage, "_user_meta", None), "inputs", None) or getattr(stage, "inputs_meta", None)
     return None if metas is None else [Form(tuple(one.shape), one.dtype) for one in metas]
 
