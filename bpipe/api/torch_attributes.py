@@ -10,6 +10,7 @@ import csv
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -226,7 +227,7 @@ class TorchAttributes:
         Raises:
             PlanError: torch has no words for the plan.
         """
-        return _torch_actions(computations_only(self.plan))
+        return _torch_actions(_compute_only(self.plan))
 
     @property
     def pipeline_order_with_comms(self) -> dict[int, list[Any]]:
@@ -268,7 +269,7 @@ class TorchAttributes:
             ConfigurationError: another format.
         """
         _check_format(format)
-        plan = self.plan if format == "compute_comms" else computations_only(self.plan)
+        plan = self.plan if format == "compute_comms" else _compute_only(self.plan)
         Path(path).write_text(plan.to_csv())
 
     def _load_csv(self, filename: str | os.PathLike[str], format: CsvFormat = "compute_only") -> None:
@@ -293,6 +294,12 @@ def is_single(kind: type[TorchAttributes]) -> bool | None:
 def _check_format(format: str) -> None:
     if format not in ("compute_only", "compute_comms"):
         raise ConfigurationError(f"format={format!r}: give 'compute_only' or 'compute_comms'")
+
+
+def _compute_only(plan: Plan) -> Plan:
+    """Return the computations of a plan alone: torch, too, adds the gathering of sharded weights when it adds transfers."""
+    plain = computations_only(plan)
+    return replace(plain, actions=tuple(tuple(plain.compute(rank)) for rank in range(plan.num_ranks)))
 
 
 def _torch_actions(plan: Plan) -> dict[int, list[Any]]:

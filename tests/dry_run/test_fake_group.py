@@ -66,6 +66,7 @@ def test_a_step_has_the_shapes_and_the_memory_of_that_rank(name: str, rank: int)
         stats = made.stats
         made.close()
     assert memory_of(stats) == memory_of(expected)
+    assert bool(stats["remote_buffer_bytes"]) == bool(expected["remote_buffer_bytes"])
     for stage in stages:
         assert all(parameter.grad.shape == parameter.shape for parameter in stage.submod.parameters())
     shape = (2 * M // directions_of(schedule), WIDTH)  # with two directions, a rank returns what came out of its own last stage
