@@ -37,7 +37,16 @@ if TYPE_CHECKING:
     from bpipe.api.schedule import Schedule
     from bpipe.as_torch.bases import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
     from bpipe.as_torch.csv_runtime import FromCSV, _PipelineScheduleRuntime
-    from bpipe.as_torch.frontends import Pipe, SplitPoint, TensorChunkSpec, build_stage, pipe_split, pipeline
+    from bpipe.as_torch.frontends import (
+        Pipe,
+        SplitPoint,
+        TensorChunkSpec,
+        build_stage,
+        merge_chunks,
+        pipe_split,
+        pipeline,
+        split_args_kwargs_into_chunks,
+    )
     from bpipe.as_torch.one_stage import Schedule1F1B, ScheduleGPipe
     from bpipe.as_torch.several_stages import (
         ScheduleDualPipeV,
@@ -146,8 +155,10 @@ __all__ += [  # the names of torch.distributed.pipelining: docs/torch-pipelining
     "_PipelineScheduleRuntime",
     "build_stage",
     "get_schedule_class",
+    "merge_chunks",
     "pipe_split",
     "pipeline",
+    "split_args_kwargs_into_chunks",
 ]
 
 OLDEST_TORCH = (2, 11)
@@ -188,7 +199,8 @@ _NAMES = {  # of each module of bpipe
     "training.tied": "TiedWeights",
     "as_torch.bases": "PipelineScheduleMulti PipelineScheduleSingle get_schedule_class",
     "as_torch.csv_runtime": "FromCSV _PipelineScheduleRuntime",
-    "as_torch.frontends": "Pipe SplitPoint TensorChunkSpec build_stage pipe_split pipeline",
+    "as_torch.frontends": "Pipe SplitPoint TensorChunkSpec build_stage merge_chunks pipe_split pipeline "
+    "split_args_kwargs_into_chunks",
     "as_torch.one_stage": "Schedule1F1B ScheduleGPipe",
     "as_torch.several_stages": "ScheduleDualPipeV ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS "
     "ScheduleZBVZeroBubble",

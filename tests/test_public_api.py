@@ -117,7 +117,9 @@ UNDER_TORCHS_NAMES = {
 }
 UNDER_TORCHS_NAMES["_PipelineScheduleRuntime"] = UNDER_TORCHS_NAMES["FromCSV"]
 WITHOUT_SIGNATURE = {"PipelineScheduleMulti", "PipelineScheduleSingle"}  # bases, which are not called
-OF_TORCH_ITSELF = {"Pipe", "SplitPoint", "TensorChunkSpec", "build_stage", "pipe_split", "pipeline"}
+OF_TORCH_ITSELF = {"Pipe", "SplitPoint", "TensorChunkSpec", "build_stage", "pipe_split", "pipeline"} | {
+    *("merge_chunks", "split_args_kwargs_into_chunks"),
+}
 
 OF_TORCH_ALONE = {"backward_requires_autograd", "defer_pp_recv"}
 PURE_CLASSES = [

@@ -248,7 +248,6 @@ def unlike(**options: Any) -> list[bpipe.PipelineStage]:
         (bpipe.BreadthFirst, unlike(num_stages=6), "the stages of a rank must have the same num_stages, got 4, 6"),
         (bpipe.BreadthFirst, unlike(device="meta"), "the stages of a rank must have the same device, got cpu, meta"),
         (bpipe.BreadthFirst, unlike(group=None), "the stages of a rank must have the same group, got "),
-        (bpipe.Interleaved1F1B, stages(0, 2), "interleaved_1f1b"),
         (bpipe.DualPipeV, stages(0, 3), "dualpipe_v"),
     ],
 )

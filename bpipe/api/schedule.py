@@ -16,7 +16,7 @@ from bpipe.comm.transport.in_process import LoopbackTransport
 from bpipe.comm.transport.process_group import is_fake
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.memory.ledger import Ledger
-from bpipe.model.call import Call, Specs, call_of
+from bpipe.model.call import Call, Specs
 from bpipe.model.stage import PipelineStage, stages_of
 from bpipe.schedules import Plan, build
 from bpipe.schedules.by_name import check_counts
@@ -47,7 +47,9 @@ class Schedule(TorchAttributes):
             cut dimension 0 of every tensor and of anything else that holds samples, as docs/batches.md says.
         kwargs_chunk_spec: likewise for each keyword argument.
         output_merge_spec: the dimensions along which the outputs are concatenated; default 0.
-        scale_grads: scale the loss of each microbatch by 1/m, so that gradients are those of the mean and steps accumulate.
+        scale_grads: scale the loss of each microbatch by 1/m, so that gradients are those of the mean. What is in `.grad` already
+            stays, so that steps without `zero_grad()` in between add up; torch.distributed.pipelining divides that by m, too
+            (docs/torch-pipelining.md).
         slots: the most microbatches per rank, one number or one for each rank (None: no limit); ranks with more evict.
             Default: no limit, but ceil((p+2)/2) for `BalancedOneFOneB`.
         timeout_s: seconds that a rank waits for another one, in a transfer or at the start of a step, before the pipeline fails
@@ -199,13 +201,24 @@ class Schedule(TorchAttributes):
         call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(call, is_training=self.session.context.trains)
 
-    def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run the forwards alone, without a graph; also the losses if a target is given.
 
         It takes and returns the same as `step`. Collective over the pipeline; blocks the host. Modules stay
         in their present train or eval mode. The first evaluation makes and verifies its plan.
         """
-        call = call_of(*args, target=target, losses=losses, **kwargs)
+        call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(call, is_training=False)
 
     def close(self) -> None:

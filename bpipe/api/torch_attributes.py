@@ -1,8 +1,4 @@
-"""What programs written for torch.distributed.pipelining ask a schedule, although most of these names are private there.
-
-Names that need torch's own runtime are in `REFUSED`: asking for one, or overriding it in a subclass, raises an error that names the
-way out.
-"""
+"""What programs written for torch.distributed.pipelining ask a schedule, although most of these names are private there."""
 
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from bpipe.errors import ConfigurationError
 from bpipe.model.call import Specs
+from bpipe.model.of_torch_alone import SCHEDULE, check_overrides, missing
 from bpipe.model.stage import PipelineStage
 from bpipe.passes.communicate import computations_only
 from bpipe.plan.plan import Plan
@@ -29,29 +26,6 @@ from bpipe.verifier.proof import verify
 __all__: list[str] = []
 
 CsvFormat = Literal["compute_only", "compute_comms"]
-
-OWN_ORDER = "write a rule (bpipe.schedules.Rule, docs/schedules.md) or give FromPlan a plan"
-OWN_LOSS = "give the schedule a loss_fn; losses come back in the list that step(losses=[]) fills"
-OWN_RUN = "bpipe runs a verified plan: look at schedule.plan, schedule.stats and bpipe.trace(schedule)"
-REFUSED = {
-    "register_custom_function": "set schedule.overlap to run pairs of a forward and a backward in your own way (docs/overlap.md)",
-    "_calculate_single_rank_operations": OWN_ORDER,
-    "_validate_and_set_stage_mapping": OWN_ORDER,
-    "_compute_loss": OWN_LOSS,
-    "_maybe_compute_loss": OWN_LOSS,
-    "_maybe_get_loss": OWN_LOSS,
-    "_update_losses": OWN_LOSS,
-    "_internal_losses": OWN_LOSS,
-    "_split_inputs": "give args_chunk_spec= or kwargs_chunk_spec=, or cut the batch yourself: step(arg_mbs=[...])",
-    "_merge_outputs": "give output_merge_spec=",
-    "_initialize_stage": OWN_RUN,
-    "_initialize_stages": OWN_RUN,
-    "backward_counter": OWN_RUN,
-    "fwd_recv_ops": OWN_RUN,
-    "bwd_recv_ops": OWN_RUN,
-    "unshard_ops": OWN_RUN,
-    "unsharded_stages": OWN_RUN,
-}
 
 
 class TorchAttributes:
@@ -74,13 +48,10 @@ class TorchAttributes:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in cls.__dict__.keys() & {*REFUSED, "_step_microbatches", "_get_pipeline_order"}:
-            raise ConfigurationError(f"{cls.__name__} overrides {name}, which bpipe does not call: {REFUSED.get(name, OWN_ORDER)}")
+        check_overrides(cls, SCHEDULE)
 
     def __getattr__(self, name: str) -> Any:
-        if name in REFUSED:
-            raise AttributeError(f"{type(self).__name__} has no {name}, which is part of torch's runtime: {REFUSED[name]}")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise missing(type(self).__name__, name, SCHEDULE)
 
     @property
     def stages(self) -> list[Any]:
@@ -233,9 +204,6 @@ class TorchAttributes:
     def pipeline_order_with_comms(self) -> dict[int, list[Any]]:
         """Each rank's computations and the starts of its transfers, as torch's actions."""
         return _torch_actions(self.plan)
-
-    def _get_pipeline_order(self) -> dict[int, list[Any]]:
-        return self.pipeline_order
 
     def load_csv(self, path_or_text: str | os.PathLike[str], format: CsvFormat = "compute_only") -> None:
         """Run the order of computations in a CSV of torch.distributed.pipelining from the next step on; all ranks load the same.

@@ -16,6 +16,7 @@ from bpipe.errors import ConfigurationError, StageError
 from bpipe.memory.makeup import Makeups
 from bpipe.model.cut import cut_of
 from bpipe.model.examples import NAMES, Example, Examples, examples_of, inputs_of, is_example
+from bpipe.model.of_torch_alone import STAGE, check_overrides, missing
 from bpipe.skips.routes import named_skips
 
 __all__ = ["PipelineStage"]
@@ -154,6 +155,16 @@ class PipelineStage:
             return _AdoptedStage(stage)
         except AttributeError as error:
             raise ConfigurationError(f"a schedule needs a PipelineStage, got {type(stage).__qualname__}") from error
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_overrides(cls, STAGE)
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(type(self).__name__, name, STAGE)
+
+    def clear_runtime_states(self) -> None:
+        """Do nothing: a stage keeps nothing between steps, whatever their shapes are."""
 
     @property
     def original(self) -> Any:

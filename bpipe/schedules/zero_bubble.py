@@ -105,7 +105,7 @@ INTERLEAVED = Rule(
     peak=lambda p, m, v, x: Fraction(min((v - 1) * at_once(p, m) + p, m * v), v),
     peak_text="min(p, m) where p divides m",
     bubble=lambda p, m, v, f, i, w: ((p - 1) * (f + i - w) + max(0, (p - m) * v, (2 * p - 3 * m) * v + 2 * m - p) * f) / v,
-    bubble_text="(p-1)(F+I-W)/v where m >= p, W <= F and W <= I",
+    bubble_text="(p-1)(F+I-W)/v where F = I = W and m >= p",
     allows=in_equal_rounds,
     allows_text=EQUAL_ROUNDS,
 )
