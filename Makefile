@@ -4,6 +4,7 @@ PYTHON ?= python3
 STAGES ?= 4
 VENV := .venv
 READY := $(VENV)/.ready
+TRAINERS := .venv-trainers
 PATHS := bpipe tests examples benchmarks setup.py
 
 # Processes of one machine talk over its loopback interface, by address: no name is looked up.
@@ -12,11 +13,11 @@ TORCHRUN := $(VENV)/bin/torchrun --nnodes 1 --nproc-per-node $(STAGES) \
 	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all bench gpu lint clean
+.PHONY: help train test test-all test-trainers bench gpu lint clean
 
 help: ## Show this help
 	@echo "usage: make <target>"
-	@sed -n 's/^\([a-z-]*\): .*## /  \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F '|' '{ printf "%-10s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\): .*## /  \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F '|' '{ printf "%-14s %s\n", $$1, $$2 }'
 
 train: $(READY) ## Train a language model over STAGES=4 processes with balanced memory, for STEPS=... steps
 	@GLOO_SOCKET_IFNAME=$${GLOO_SOCKET_IFNAME:-$(LOOPBACK)} OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
@@ -30,6 +31,9 @@ test-all: $(READY) ## Run the exhaustive tests, which `make test` leaves out
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal -m exhaustive $(ARGS) \
 		|| [ $$? -eq 5 ]
 
+test-trainers: $(TRAINERS)/.ready ## Run bpipe inside torchtitan, Modalities and Accelerate, from a virtual environment of their own
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(TRAINERS)/bin/python -m pytest tests/trainers $(ARGS)
+
 bench: $(READY) ## Measure what bpipe costs beside its alternatives, all studies or STUDIES="...", into benchmarks/RESULTS.md
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m benchmarks $(STUDIES)
 
@@ -40,13 +44,22 @@ lint: $(READY) ## Check style and types only
 	$(VENV)/bin/ruff check $(wildcard $(PATHS))
 	$(VENV)/bin/mypy
 
-clean: ## Remove what builds and tests leave; .venv and runs/ stay
+clean: ## Remove what builds and tests leave; .venv, .venv-trainers and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(TRAINERS)/*' -prune -exec rm -rf {} +
 
 $(READY): setup.py pyproject.toml bpipe/extras.py
 	@echo "Making $(VENV): PyTorch, bpipe and its tools. The first time takes some minutes."
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,examples]'
+	@touch $@
+
+# torchtitan imports triton, which runs nothing on CPU.
+$(TRAINERS)/.ready: tests/trainers/requirements.txt
+	@echo "Making $(TRAINERS): PyTorch, torchtitan, Modalities and Accelerate. The first time takes some minutes."
+	@$(PYTHON) -m venv $(TRAINERS)
+	@$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps triton
+	@$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --requirement $< --editable .
 	@touch $@

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from bpipe.api.loopback import Loopback
     from bpipe.api.schedule import Schedule
-    from bpipe.as_torch.bases import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+    from bpipe.as_torch.bases import PipelineScheduleMulti, PipelineScheduleSingle, _PipelineSchedule, get_schedule_class
     from bpipe.as_torch.csv_runtime import FromCSV, _PipelineScheduleRuntime
     from bpipe.as_torch.frontends import (
         Pipe,
@@ -152,6 +152,7 @@ __all__ += [  # the names of torch.distributed.pipelining: docs/torch-pipelining
     "ScheduleZBVZeroBubble",
     "SplitPoint",
     "TensorChunkSpec",
+    "_PipelineSchedule",
     "_PipelineScheduleRuntime",
     "build_stage",
     "get_schedule_class",
@@ -197,7 +198,7 @@ _NAMES = {  # of each module of bpipe
     "training.loss": "share_loss",
     "training.scaler": "GradScaler",
     "training.tied": "TiedWeights",
-    "as_torch.bases": "PipelineScheduleMulti PipelineScheduleSingle get_schedule_class",
+    "as_torch.bases": "PipelineScheduleMulti PipelineScheduleSingle _PipelineSchedule get_schedule_class",
     "as_torch.csv_runtime": "FromCSV _PipelineScheduleRuntime",
     "as_torch.frontends": "Pipe SplitPoint TensorChunkSpec build_stage merge_chunks pipe_split pipeline "
     "split_args_kwargs_into_chunks",

@@ -116,6 +116,7 @@ UNDER_TORCHS_NAMES = {
     "get_schedule_class": "(schedule_name)",
 }
 UNDER_TORCHS_NAMES["_PipelineScheduleRuntime"] = UNDER_TORCHS_NAMES["FromCSV"]
+UNDER_TORCHS_NAMES["_PipelineSchedule"] = SIGNATURES["Schedule"]
 WITHOUT_SIGNATURE = {"PipelineScheduleMulti", "PipelineScheduleSingle"}  # bases, which are not called
 OF_TORCH_ITSELF = {"Pipe", "SplitPoint", "TensorChunkSpec", "build_stage", "pipe_split", "pipeline"} | {
     *("merge_chunks", "split_args_kwargs_into_chunks"),

@@ -17,7 +17,7 @@ import pytest
 from bpipe.extras import EXTRAS
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_OURS = (".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+NOT_OURS = (".git", ".venv*", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 
 
 def run(*command: object, cwd: Path = ROOT) -> str:

@@ -11,7 +11,9 @@ from bpipe.api.torch_attributes import is_single
 from bpipe.errors import ConfigurationError
 from bpipe.schedules.registry import names, rules
 
-__all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle", "get_schedule_class"]
+__all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle", "_PipelineSchedule", "get_schedule_class"]
+
+_PipelineSchedule = Schedule  # as torchtitan names, in annotations, what runs a pipeline
 
 OF_TORCH = (  # as torch spells them
     *("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),

@@ -15,7 +15,7 @@ from bpipe.comm.transport.process_group import device_of
 from bpipe.errors import CommError
 from bpipe.memory.saved.footprint import covering
 from bpipe.parallel.ddp import replicas_in
-from bpipe.parallel.fsdp import units_in
+from bpipe.parallel.fsdp import communicates, units_in
 from bpipe.passes.fit import Budgets
 from bpipe.plan.sizes import Sizes
 
@@ -73,7 +73,7 @@ def communicate_inside(modules: Iterable[nn.Module]) -> bool:
     """Return whether stages communicate while they compute, as far as that shows: under FSDP2, DDP, or in tensor parallelism."""
     inner = [one for module in modules for one in module.modules()]
     cut = (one for module in inner for one in module.parameters(recurse=False) if isinstance(one, DTensor))
-    return bool(units_in(inner)) or bool(replicas_in(inner)) or any(one.device_mesh.size() > 1 for one in cut)
+    return any(map(communicates, units_in(inner))) or bool(replicas_in(inner)) or any(one.device_mesh.size() > 1 for one in cut)
 
 
 def texts_of(text: str, group: dist.ProcessGroup | None) -> list[str]:

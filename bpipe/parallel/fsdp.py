@@ -228,6 +228,11 @@ def _groups(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def communicates(unit: Any) -> bool:
+    """Return whether a module under FSDP2 shares its weights with another rank: in a mesh of one rank it waits for nobody."""
+    return any(group.mesh_info.mesh.size() > 1 for group in _groups(unit._get_fsdp_state()))
+
+
 def _was_gathered(group: Any) -> bool:
     return all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
 

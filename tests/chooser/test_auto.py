@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import bpipe
+from bpipe.chooser.together import communicate_inside
 from bpipe.errors import AgreementError, BudgetError, ConfigurationError
 from tests.ranks import run_ranks
 from tests.sleepers import Sleeper, SlicedSleeper
@@ -165,6 +166,18 @@ def test_sharded_stages_need_replicas() -> None:
     for error in run_ranks(sharded, 4, "alone", expect_errors=True):
         assert isinstance(error, ConfigurationError)
         assert "give bpipe.auto(replicas=)" in str(error)
+
+
+def sharded_over_all(rank: int) -> bool:
+    module = nn.Sequential(nn.Linear(2, 2))
+    fully_shard(module)
+    module.unshard()  # then its parameters no longer show the mesh
+    return communicate_inside([module])
+
+
+def test_a_stage_that_fsdp2_shards_over_one_rank_waits_for_nobody() -> None:
+    """As torchtitan's where there is one pipeline: it needs no replicas."""
+    assert [run_ranks(sharded_over_all, size) for size in (1, 2)] == [[False], [True, True]]
 
 
 class Growing(nn.Module):

@@ -1,0 +1,106 @@
+"""A rank of torchtitan's own trainer on CPU: its debug model with a pipeline of torch's or of bpipe's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import bpipe
+from bpipe.torchtitan import pipelining_fn
+from tests.trainers import cpu
+from tests.trainers.changed_import import load_changed
+
+cpu.answer_for_the_device()
+cpu.be_newer_than_2_13()
+
+from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
+from torchtitan.components.validate import Validator  # noqa: E402
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader  # noqa: E402
+from torchtitan.models.common import ScaledDotProductAttention  # noqa: E402
+from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+SEQUENCE, BATCH = 64, 8
+
+
+def train(
+    rank: int,
+    folder: Path,
+    steps: int,
+    *,
+    degree: int,
+    schedule: str = "1F1B",
+    way: str = "torch",
+    options: dict[str, Any] | None = None,
+    checkpoints: bool = False,
+    changes: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train as `torchtitan.train.main` does.
+
+    Args:
+        rank: not used; torchtitan asks the environment.
+        folder: the working directory, with the assets.
+        steps: of training, in all runs that continue one another.
+        degree: ranks of a pipeline.
+        schedule: as torchtitan's configuration names it, or a class of bpipe's with `way="function"`.
+        way: "torch", torchtitan as it is; "import", with its import changed; "function", with `bpipe.torchtitan.pipelining_fn`.
+        options: of `pipelining_fn`.
+        checkpoints: whether every second step is saved, and the last one that was saved is loaded first.
+        changes: further attributes of the configuration, such as "training.steps".
+
+    Returns:
+        The losses of this rank's steps and of its validations, its parameters, and the module that has the schedule's class.
+    """
+    os.chdir(folder)
+    cpu.leave_group()
+    config = _config(steps, degree, "1F1B" if way == "function" else schedule)
+    config.checkpoint = CheckpointManager.Config(enable=checkpoints, interval=2, last_save_model_only=False)
+    for name, value in (changes or {}).items():
+        part, _, attribute = name.rpartition(".")
+        setattr(getattr(config, part) if part else config, attribute, value)
+    if way == "import":
+        changed = load_changed("torchtitan.distributed.pipeline_parallel").pipeline_llm
+        config.model_spec = replace(config.model_spec, pipelining_fn=changed)
+    elif way == "function":
+        config.model_spec = replace(config.model_spec, pipelining_fn=pipelining_fn(getattr(bpipe, schedule), **(options or {})))
+    return _run(config.build())
+
+
+def _config(steps: int, degree: int, schedule: str) -> Trainer.Config:
+    """Return torchtitan's debug model with short sequences, and with an attention that has a backward on CPU."""
+    config = llama3_debugmodel()
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.training.steps, config.training.seq_len, config.training.local_batch_size = steps, SEQUENCE, BATCH
+    config.training.disable_cuda_graphs = True  # torchtitan asks for it with a pipeline
+    config.debug.seed, config.debug.deterministic = 7, True
+    config.parallelism.pipeline_parallel_degree, config.parallelism.pipeline_parallel_schedule = degree, schedule
+    text = HuggingFaceTextDataLoader.Config(dataset="c4_test")
+    config.validator = Validator.Config(enable=True, freq=2, steps=1, dataloader=text)
+    return config
+
+
+def _run(trainer: Trainer) -> dict[str, Any]:
+    found: dict[str, Any] = {"losses": [], "validation": []}
+    _listen(trainer.metrics_processor, "log", found["losses"])
+    _listen(trainer.metrics_processor, "log_validation", found["validation"])
+    trainer.train()
+    found["parameters"] = {
+        name: value.full_tensor().clone() for part in trainer.model_parts for name, value in part.named_parameters()
+    }
+    found["class"] = type(trainer.pp_schedule).__module__
+    trainer.close()
+    return found
+
+
+def _listen(to: Any, name: str, losses: list[float]) -> None:
+    """Keep the losses that torchtitan writes to its log."""
+    method = getattr(to, name)
+
+    def heard(*args: Any, **kwargs: Any) -> None:
+        losses.append(kwargs["loss"] if "loss" in kwargs else args[1])
+        method(*args, **kwargs)
+
+    setattr(to, name, heard)
