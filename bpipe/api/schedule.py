@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from bpipe.api.loopback import Loopback, LoopbackGroup
+from bpipe.cleanup import concise
 from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.transport.base import Transport
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
@@ -63,6 +64,12 @@ class Schedule:
     _slicing: tuple[Any, ...] = ()  # how sequences are cut, if they are
     _overlapped = False  # whether forwards run side by side with backwards
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in cls.__dict__:
+            cls.__init__ = concise(cls.__init__)  # type: ignore[method-assign]
+
+    @concise
     def __init__(
         self,
         stage: Any,
@@ -101,7 +108,7 @@ class Schedule:
             slicing=slicing,
             scale_grads=scale_grads,
             group=group,
-            transport=transport_for(group, first.device, plan.num_ranks, **settings),
+            transport=transport_for(group, first.device, plan, **settings),
             plan_rank=plan.stage_ranks[first.stage_index],
             once=group.loopback.once if isinstance(group, LoopbackGroup) else lambda asked, make: make(),
         )
@@ -144,6 +151,7 @@ class Schedule:
 
     # The interface for users
 
+    @concise
     def step(
         self,
         *args: Any,
@@ -189,6 +197,7 @@ class Schedule:
         call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(call, is_training=self.session.context.loss_fn is not None)
 
+    @concise
     def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
         """Run the forwards alone, without a graph; also the losses if a target is given.
 
@@ -313,21 +322,31 @@ def positive(name: str, seconds: T) -> T:
 
 
 def transport_for(
-    group: Any, device: torch.device, num_ranks: int, *, timeout_s: float | None, slow_s: float, transfers_at_once: int
+    group: Any, device: torch.device, plan: Plan, *, timeout_s: float | None, slow_s: float, transfers_at_once: int
 ) -> Transport:
     """Make this rank's end of a pipeline over a process group, or over a loopback."""
     if isinstance(group, LoopbackGroup):
-        _check_size(group.loopback.num_ranks, num_ranks)
+        _check_size(plan, group.loopback.num_ranks, "make a Loopback of {} ranks")
         return LoopbackTransport(group.loopback.wires, device)
     from bpipe.comm.transport.c10d import C10dTransport
 
     transport = C10dTransport(group, device, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once)
-    _check_size(transport.size, num_ranks)
+    _check_size(plan, transport.size, "start {} processes")
     return transport
 
 
-def _check_size(size: int, num_ranks: int) -> None:
-    if size != num_ranks:
-        raise ConfigurationError(
-            f"the plan needs {num_ranks} ranks and the group has {size}: give the stages the process group of their own pipeline"
-        )
+def _check_size(plan: Plan, size: int, start: str) -> None:
+    """Raise unless a group has as many ranks as a plan."""
+    p, stages = plan.num_ranks, plan.num_stages
+    if size == p:
+        return
+    each, other = stages // p, size * (stages // p)
+    ways = [start.format(p)]
+    if size > p:
+        ways = ["give the stages group=, the process group of their own pipeline, if the other ranks train other ones"]
+    elif stages % size == 0:
+        ways.append(f"give each rank a list of {stages // size} stages, with a schedule such as Interleaved1F1B")
+    raise ConfigurationError(
+        f"num_stages={stages} with {each} on each rank needs {p} ranks, but the group has {size}: "
+        f"{', '.join(ways)}, or cut the model into num_stages={other}"
+    )

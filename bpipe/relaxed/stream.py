@@ -93,7 +93,7 @@ class Stream:
                 "rank, with torch.distributed's gloo backend if there is no GPU for each"
             )
         self._transport = transport_for(
-            group, own.device, own.num_stages, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=TRANSFERS_AT_ONCE
+            group, own.device, self._plan, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=TRANSFERS_AT_ONCE
         )
         self._guard = Guard(self._transport, Lanes(self._transport), owner="stream", call="push() or drain()", unit="tick")
         self._ticks = StageTicks(own, loss_fn, optimizer, self._plan, self._transport)

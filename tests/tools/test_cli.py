@@ -310,7 +310,7 @@ def test_no_limit_on_the_first_rank(capsys):
 def test_a_budget_that_cannot_be_met_names_one_that_can(capsys):
     code, out, told = run(capsys, "show", *SIZED, "--budget", "3GiB")
     assert (code, out, told.count("\n")) == (2, "", 1)
-    enough = re.search(r"The smallest budget that works here is budgets=(\d+)", told)[1]
+    enough = re.search(r"The smallest budget that works here is --budget (\d+)", told)[1]
     assert run(capsys, "show", *SIZED, "--budget", enough)[0] == 0
 
 
