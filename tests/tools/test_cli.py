@@ -450,7 +450,7 @@ def test_env_names_what_is_here(capsys):
         (["show", "1f1b", "-p", "0", "-m", "8"], "'0' is not a whole number of at least 1"),
         (["show", "1f1b", "-p", "four", "-m", "8"], "'four' is not a whole number"),
         (["show", "1f1b", "--from", "-1", *SMALL], "--from -1"),
-        (["show", "balanced_1f1b", *SMALL, "--slots", "2"], "smallest budget that works here is slots=3"),
+        (["show", "balanced_1f1b", *SMALL, "--slots", "2"], "smallest budget that works here is --slots 3"),
         (["show", "balanced_1f1b", *SMALL, "--slots", "1,x"], "'x' is not a whole number"),
         (["show", "1f1b", *SMALL, "--colour"], "unrecognized arguments"),
         (["simulate", "1f1b", *SMALL, "--forward", "3parsecs"], "'3parsecs' is not a number of seconds"),
