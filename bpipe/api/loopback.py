@@ -82,6 +82,10 @@ class Loopback:
         self._running = threading.Lock()
         self.wires = Wires()
 
+    def __repr__(self) -> str:
+        own = "" if self.own_random_state else ", which draw from the global random numbers"
+        return f"Loopback({self.num_ranks} rank{'s' * (self.num_ranks > 1)} in this process{own})"
+
     def rank(self, rank: int) -> LoopbackGroup:
         """Return the `group` for the stages of one rank."""
         if not 0 <= rank < self.num_ranks:

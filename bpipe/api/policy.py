@@ -13,6 +13,7 @@ from bpipe.passes.balance.by_bytes import by_bytes
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.fit import asked_as_budget
 from bpipe.passes.recompute import recompute, recompute_by_count
+from bpipe.plan.amounts import show_each
 from bpipe.plan.destinations import Destinations
 from bpipe.schedules import Costs, Plan, Sizes, finish
 
@@ -130,6 +131,12 @@ class Policy:
             assert budgets is not None and self.costs is not None, "_check_both asks for them"
             return evict_or_recompute(computations, sizes=sizes, budgets=budgets, costs=self.costs, to=self.to)
         return by_bytes(computations, sizes, budgets, is_inside=self.inside, to=self.to, costs=self.costs)
+
+    def said_budget(self) -> str:
+        """Return the budget in words."""
+        if self.budget is None or isinstance(self.budget, str):
+            return f"budget={self.budget!r}"
+        return f"budget {show_each([self.budget] if isinstance(self.budget, int) else self.budget)}"
 
     def budgets(self, num_ranks: int) -> tuple[int | None, ...]:
         """Return the given budget of each rank in bytes; None for no limit."""

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from bpipe.api.description import described
 from bpipe.api.loopback import Loopback, LoopbackGroup
 from bpipe.cleanup import concise
 from bpipe.comm.health.watchdog import SLOW_S
@@ -268,6 +269,9 @@ class Schedule:
             raise ConfigurationError("a Loopback runs one action of all ranks after the other: leave overlap unset there")
         with self.session.guard.entered():
             self.session.overlap = None if function is None else SideBySide(function)
+
+    def __repr__(self) -> str:
+        return described(self)
 
     # The interface for bpipe's other modules
 
