@@ -1,17 +1,26 @@
-"""Clean up after an error without replacing it: an error raised during the cleanup becomes a note on the first one."""
+"""Errors on their way to the user: cleaning up does not replace them, and tracebacks show the user's code rather than bpipe's."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import wraps
 from types import TracebackType
-from typing import Generic, TypeVar
+from typing import Generic, ParamSpec, TypeVar
 
-from bpipe.errors import format_error
+from bpipe.environment import shows_own_frames
+from bpipe.errors import BPipeError, format_error
 from bpipe.logs import LOG
 
 __all__: list[str] = []
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+OWN_FILES = os.path.dirname(__file__) + os.sep
+PASSED_ON = contextlib.__file__, os.path.join("torch", "nn", "modules", "module.py")  # files whose frames only call others
 
 
 def note(error: BaseException, text: str) -> None:
@@ -59,3 +68,54 @@ class keeping(Generic[T]):  # noqa: N801  likewise
         with noted_on(error):
             return bool(self._context.__exit__(kind, error, traceback))
         return False
+
+
+def concise(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a public function raise errors whose tracebacks lead from the user's call to the user's code, without bpipe's frames."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            leave_own_frames_out(error)
+            raise
+
+    return called
+
+
+def leave_own_frames_out(error: BaseException) -> None:
+    """Remove bpipe's frames from the tracebacks of an error and of those that it came from, because they tell a user nothing.
+
+    They stay if bpipe's own code raised an error that it does not raise on purpose, which is a defect to report; and always if
+    the environment says BPIPE_TRACEBACKS=full.
+    """
+    one: BaseException | None = None if shows_own_frames() else error
+    seen: set[int] = set()
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        one.__traceback__ = _of_others(one)
+        one = one.__cause__ if one.__cause__ is not None or one.__suppress_context__ else one.__context__
+
+
+def _of_others(error: BaseException) -> TracebackType | None:
+    """Return the traceback of an error without bpipe's frames; all of it if bpipe did not raise the error on purpose."""
+    frames, following = list[TracebackType](), error.__traceback__
+    while following is not None:
+        frames.append(following)
+        following = following.tb_next
+    if frames and _is_own(frames[-1]) and not isinstance(error, BPipeError):
+        return error.__traceback__
+    kept: TracebackType | None = None
+    for frame in reversed(frames):
+        if not _is_own(frame) and (frame is frames[-1] or not _file(frame).endswith(PASSED_ON)):
+            kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return kept
+
+
+def _is_own(frame: TracebackType) -> bool:
+    return _file(frame).startswith(OWN_FILES)
+
+
+def _file(frame: TracebackType) -> str:
+    return frame.tb_frame.f_code.co_filename

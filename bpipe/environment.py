@@ -58,6 +58,11 @@ def copies_messages() -> bool:
     return os.environ.get("BPIPE_COPY_MESSAGES", "1") != "0"
 
 
+def shows_own_frames() -> bool:
+    """Return whether tracebacks show bpipe's own frames: if BPIPE_TRACEBACKS is "full"."""
+    return os.environ.get("BPIPE_TRACEBACKS", "") == "full"
+
+
 def ranks_on_this_node() -> int | None:
     """Return how many ranks torchrun has started on this node; None if torchrun did not start this process."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -39,7 +39,23 @@ class PlanError(BPipeError, ValueError):
 
 
 class BudgetError(PlanError):
-    """A memory budget that no placement of evictions meets; the message names the smallest one that works."""
+    """A memory budget that no placement of evictions meets; the message names the smallest one that works.
+
+    Attributes:
+        smallest: the smallest budget that works, in the unit of the one that was given: for each rank a number, or None for no
+            limit; () if it is not known.
+    """
+
+    def __init__(self, message: str, *, smallest: tuple[int | None, ...] = (), argument: str = "") -> None:
+        super().__init__(message)
+        self.smallest = smallest
+        self._argument = argument  # as the message writes it, with the smallest budget
+
+    def said_as(self, argument: str) -> BudgetError:
+        """Let the message speak of the argument that the user gave, such as `budget=24`, and return the error."""
+        self.args = (self.args[0].replace(self._argument, argument),) if self._argument else self.args
+        self._argument = argument
+        return self
 
 
 class StageError(BPipeError, RuntimeError):

@@ -148,7 +148,7 @@ def test_wrong_schedules() -> None:
 
 def test_a_stage_on_the_wrong_number_of_ranks() -> None:
     stage = bpipe.PipelineStage(Noise(), 0, 3, CPU, group=bpipe.Loopback(2).rank(0))
-    with pytest.raises(ConfigurationError, match="the plan needs 3 ranks and the group has 2"):
+    with pytest.raises(ConfigurationError, match="needs 3 ranks, but the group has 2: make a Loopback of 3 ranks, or cut"):
         bpipe.OneFOneB(stage, M)
 
 

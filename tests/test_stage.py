@@ -31,7 +31,7 @@ def test_arguments_are_those_of_torch() -> None:
     given = [{name: value for name, value in vars(one).items() if name != "_makeups"} for one in (named, stage)]
     assert given[0] == given[1]
     assert PipelineStage(module, 0, 1).group is None
-    assert repr(stage) == "PipelineStage(Linear, 1 of 3, cpu)"
+    assert repr(stage) == "PipelineStage(Linear, stage 1 of 3 on cpu)"
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from bpipe.api.description import described
 from bpipe.api.given_plan import GivenPlan
 from bpipe.api.measured_plans import RESERVE_BYTES, MeasuredPlans
 from bpipe.api.policy import MARGIN, Budget, Measure, Policy, Way
@@ -149,8 +150,12 @@ class Balanced(Schedule):
                 *what, context, replicas=replicas, reserve_bytes=reserve_bytes, is_lowest=is_lowest, asked=asked
             )
         self.rule, self.group, self._session = schedule.rule, schedule.group, schedule.hand_over()
+        self._budget = policy.said_budget()
         context.states = states
         self.session.adopt(self._source)
+
+    def __repr__(self) -> str:
+        return described(self, vars(self).get("_budget", ""))
 
 
 def check_unused(schedule: object) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
-from bpipe.cleanup import keeping, noted_on
+from bpipe.cleanup import concise, keeping, noted_on
 from bpipe.comm.transport.in_process import Wires
 from bpipe.device import Stream, current_stream, is_asynchronous, on_stream, random_state, serving, set_random_state
 from bpipe.engine.run import Run
@@ -82,6 +82,10 @@ class Loopback:
         self._running = threading.Lock()
         self.wires = Wires()
 
+    def __repr__(self) -> str:
+        own = "" if self.own_random_state else ", which draw from the global random numbers"
+        return f"Loopback({self.num_ranks} rank{'s' * (self.num_ranks > 1)} in this process{own})"
+
     def rank(self, rank: int) -> LoopbackGroup:
         """Return the `group` for the stages of one rank."""
         if not 0 <= rank < self.num_ranks:
@@ -93,6 +97,7 @@ class Loopback:
         for index in range(self.num_ranks) if rank is None else (self.rank(rank).rank,):
             self._random[index].seed(seed)
 
+    @concise
     def step(self, schedules: Sequence[HasSession], *args: Any, **kwargs: Any) -> Any:
         """Run one training step of all ranks: `schedules[r].step(*args, **kwargs)` on each rank r.
 
@@ -107,6 +112,7 @@ class Loopback:
         sessions = [schedule.session for schedule in schedules]
         return self._run(sessions, call_of(*args, **kwargs), [one.context.trains for one in sessions])
 
+    @concise
     def eval(self, schedules: Sequence[HasSession], *args: Any, **kwargs: Any) -> Any:
         """Evaluate on all ranks: `schedules[r].eval(*args, **kwargs)` on each rank r."""
         return self._run([schedule.session for schedule in schedules], call_of(*args, **kwargs), [False] * len(schedules))

@@ -317,8 +317,9 @@ def naming(states: Sequence[int]) -> Iterator[None]:
             raise
         raise BudgetError(
             f"{error} Each rank's bytes include {show_each(states)} of optimizer states. Give such a budget, shard "
-            "the states over replicas (ZeroRedundancyOptimizer, FSDP2), or train with an optimizer that keeps less state"
-        ) from error
+            "the states over replicas (ZeroRedundancyOptimizer, FSDP2), or train with an optimizer that keeps less state",
+            smallest=error.smallest,
+        ) from None
 
 
 def _is_plain(plan: Plan) -> bool:

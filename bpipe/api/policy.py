@@ -11,7 +11,9 @@ from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.balance import by_count
 from bpipe.passes.balance.by_bytes import by_bytes
 from bpipe.passes.evict_or_recompute import evict_or_recompute
+from bpipe.passes.fit import asked_as_budget
 from bpipe.passes.recompute import recompute, recompute_by_count
+from bpipe.plan.amounts import show_each
 from bpipe.plan.destinations import Destinations
 from bpipe.schedules import Costs, Plan, Sizes, finish
 
@@ -119,12 +121,22 @@ class Policy:
 
     def plan_in_bytes(self, computations: Plan, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
         """Make and prove the plan for some sizes, with as little memory as possible if there are no budgets."""
+        with asked_as_budget():
+            return finish(self._balanced(computations, sizes, budgets))
+
+    def _balanced(self, computations: Plan, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
         if self.by == "recompute":
-            return finish(recompute(computations, sizes=sizes, budgets=budgets))
+            return recompute(computations, sizes=sizes, budgets=budgets)
         if self.by == "evict_or_recompute":
             assert budgets is not None and self.costs is not None, "_check_both asks for them"
-            return finish(evict_or_recompute(computations, sizes=sizes, budgets=budgets, costs=self.costs, to=self.to))
-        return finish(by_bytes(computations, sizes, budgets, is_inside=self.inside, to=self.to, costs=self.costs))
+            return evict_or_recompute(computations, sizes=sizes, budgets=budgets, costs=self.costs, to=self.to)
+        return by_bytes(computations, sizes, budgets, is_inside=self.inside, to=self.to, costs=self.costs)
+
+    def said_budget(self) -> str:
+        """Return the budget in words."""
+        if self.budget is None or isinstance(self.budget, str):
+            return f"budget={self.budget!r}"
+        return f"budget {show_each([self.budget] if isinstance(self.budget, int) else self.budget)}"
 
     def budgets(self, num_ranks: int) -> tuple[int | None, ...]:
         """Return the given budget of each rank in bytes; None for no limit."""

@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from bpipe.api.description import described
 from bpipe.api.loopback import Loopback, LoopbackGroup
 from bpipe.api.torch_attributes import TorchAttributes
+from bpipe.cleanup import concise
 from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.transport.base import Transport
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
@@ -67,6 +69,12 @@ class Schedule(TorchAttributes):
     _slicing: tuple[Any, ...] = ()  # how sequences are cut, if they are
     _overlapped = False  # whether forwards run side by side with backwards
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__init__" in cls.__dict__:
+            cls.__init__ = concise(cls.__init__)  # type: ignore[method-assign]
+
+    @concise
     def __init__(
         self,
         stage: Any,
@@ -98,7 +106,7 @@ class Schedule(TorchAttributes):
         self._check_placement(plan, stages)
         self._source = PlanSource(plan, self.rule)
         self.group = group = group_or_alone(first.group, plan.num_ranks)
-        transport, session = ends_for(group, first.device, plan.num_ranks, **settings)
+        transport, session = ends_for(group, first.device, plan, **settings)
         context = RankContext(
             stages=stages,
             loss_fn=loss_fn,
@@ -156,6 +164,7 @@ class Schedule(TorchAttributes):
 
     # The interface for users
 
+    @concise
     def step(
         self,
         *args: Any,
@@ -201,6 +210,7 @@ class Schedule(TorchAttributes):
         call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(call, is_training=self.session.context.trains)
 
+    @concise
     def eval(
         self,
         *args: Any,
@@ -283,6 +293,9 @@ class Schedule(TorchAttributes):
         with self.session.guard.entered():
             self.session.overlap = None if function is None else SideBySide(function)
 
+    def __repr__(self) -> str:
+        return described(self)
+
     # The interface for bpipe's other modules
 
     @property
@@ -336,33 +349,43 @@ def positive(name: str, seconds: T) -> T:
 
 
 def transport_for(
-    group: Any, device: torch.device, num_ranks: int, *, timeout_s: float | None, slow_s: float, transfers_at_once: int
+    group: Any, device: torch.device, plan: Plan, *, timeout_s: float | None, slow_s: float, transfers_at_once: int
 ) -> Transport:
     """Make this rank's end of a pipeline over a process group, or over a loopback."""
     if isinstance(group, LoopbackGroup):
-        _check_size(group.loopback.num_ranks, num_ranks)
+        _check_size(plan, group.loopback.num_ranks, "make a Loopback of {} ranks")
         return LoopbackTransport(group.loopback.wires, device)
     from bpipe.comm.transport.c10d import C10dTransport
 
     transport = C10dTransport(group, device, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once)
-    _check_size(transport.size, num_ranks)
+    _check_size(plan, transport.size, "start {} processes")
     return transport
 
 
-def ends_for(group: Any, device: torch.device, num_ranks: int, **settings: Any) -> tuple[Transport, type[Session]]:
+def ends_for(group: Any, device: torch.device, plan: Plan, **settings: Any) -> tuple[Transport, type[Session]]:
     """Return this rank's end of a pipeline, and the kind of session that steps over it: one without peers over a fake group."""
     if isinstance(group, LoopbackGroup) or not is_fake(group, device):
-        return transport_for(group, device, num_ranks, **settings), Session
+        return transport_for(group, device, plan, **settings), Session
     from bpipe.dry_run.dry_session import DrySession
     from bpipe.dry_run.fake_transport import FakeTransport
 
     transport = FakeTransport(group, device)
-    _check_size(transport.size, num_ranks)
+    _check_size(plan, transport.size, "make a fake group of {} ranks")
     return transport, DrySession
 
 
-def _check_size(size: int, num_ranks: int) -> None:
-    if size != num_ranks:
-        raise ConfigurationError(
-            f"the plan needs {num_ranks} ranks and the group has {size}: give the stages the process group of their own pipeline"
-        )
+def _check_size(plan: Plan, size: int, start: str) -> None:
+    """Raise unless a group has as many ranks as a plan."""
+    p, stages = plan.num_ranks, plan.num_stages
+    if size == p:
+        return
+    each, other = stages // p, size * (stages // p)
+    ways = [start.format(p)]
+    if size > p:
+        ways = ["give the stages group=, the process group of their own pipeline, if the other ranks train other ones"]
+    elif stages % size == 0:
+        ways.append(f"give each rank a list of {stages // size} stages, with a schedule such as Interleaved1F1B")
+    raise ConfigurationError(
+        f"num_stages={stages} with {each} on each rank needs {p} ranks, but the group has {size}: "
+        f"{', '.join(ways)}, or cut the model into num_stages={other}"
+    )

@@ -10,6 +10,7 @@ from torch import nn
 
 from bpipe.api.balanced import check_unused
 from bpipe.api.catalogue import FromPlan
+from bpipe.api.description import described
 from bpipe.api.measured_plans import RESERVE_BYTES
 from bpipe.api.policy import MARGIN, Budget, Measure, Policy, Way
 from bpipe.api.schedule import Schedule
@@ -68,6 +69,10 @@ class AutoSchedule(Schedule):
         context.states = States(context.transport.device, optimizer)
         self.session.adopt(self._source)
         self.modules: list[nn.Module] = context.modules()
+
+    def __repr__(self) -> str:
+        is_open = "_source" in vars(self) and self.choice is None
+        return described(self, "the plan is chosen after the first step" if is_open else "")
 
     @property
     def choice(self) -> Choice | None:

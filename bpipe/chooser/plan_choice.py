@@ -100,6 +100,9 @@ class Choice:
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigurationError(f"this is not a choice that to_json() wrote: {printable(str(error))[:200]}") from error
 
+    def __repr__(self) -> str:
+        return f"Choice({self.name}: a step of {show_s(self.step_s)}, simulated; {self.num_considered} ways compared)"
+
     def __str__(self) -> str:
         peak = max(self.device_peak_bytes)
         rank = self.device_peak_bytes.index(peak)

@@ -72,6 +72,10 @@ class Candidate:
     fillable_s: tuple[float, ...]
     idle_free_bytes: tuple[int, ...]
 
+    def __repr__(self) -> str:
+        fits = "fits" if self.fits else "does not fit"
+        return f"Candidate({self.name}: {self.step_s:.4g} s, at most {gib(max(self.device_peak_bytes))} GiB, {fits})"
+
     @property
     def is_balanced(self) -> bool:
         """Whether activations move."""
@@ -168,6 +172,10 @@ class Advice:
     def to_json(self) -> str:
         """Return all of it as JSON."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    def __repr__(self) -> str:
+        best = "nothing fits" if self.best is None else f"best: {self.best.name}"
+        return f"Advice({self.title}: {self.decision}; {best}; {len(self.candidates)} candidates)"
 
     def __str__(self) -> str:
         parts = [_wrapped([self.title]), _wrapped(self.verdict.splitlines()), _table(self.candidates)]

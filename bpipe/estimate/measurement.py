@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from bpipe.errors import ConfigurationError, printable
 from bpipe.estimate.checks import check_count, check_positive
+from bpipe.plan.amounts import show_bytes, show_seconds
 from bpipe.simulator.costs import Costs, Link
 
 __all__ = ["Measurement", "Profile", "costs_of"]
@@ -114,6 +115,22 @@ class Profile:
             raise ConfigurationError("measurements: give a tuple of one Measurement or more")
         if any(before >= after for before, after in pairwise(self.microbatch_sizes)):
             raise ConfigurationError(f"measurements of sizes {self.microbatch_sizes}: give one per size, in increasing order")
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(map(str, self.microbatch_sizes))
+        return f"Profile({self.name} on {self.device}: {self.num_parameters:,} parameters, microbatches of {sizes})"
+
+    def __str__(self) -> str:
+        rows = [["microbatch", "forward", "backward", "saves", "moves", "sends"]]
+        for one in self.measurements:
+            seconds = (show_seconds(one.forward_s), show_seconds(one.backward_s) if one.backward_s else "-")
+            num_bytes = one.own_bytes, one.movable_bytes, one.output_bytes
+            rows.append([str(one.microbatch_size), *seconds, *map(show_bytes, num_bytes)])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
+        weights, stay = show_bytes(self.parameter_bytes), show_bytes(self.static_bytes())
+        head = f"{self.name} on {self.device}: {self.num_parameters:,} parameters, {weights}; with Adam {stay} stay"
+        return "\n".join([head, *lines])
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:

@@ -122,6 +122,10 @@ class SliceProfile:
         """The largest relative error of `seconds` at what was measured: 0.05 for 5%."""
         return max(abs(self.seconds(one.length, one.context) / one.seconds - 1) for one in self.measurements)
 
+    def __repr__(self) -> str:
+        fit = f"fitted to within {100 * self.error:.0f}%"
+        return f"SliceProfile({self.name} on {self.device}: {len(self.measurements)} slices measured, {fit})"
+
     def __str__(self) -> str:
         head = f"{'length':>8} {'context':>8} {'forward ms':>12} {'backward ms':>12} {'fitted ms':>10} {'us/position':>12}"
         rows = (

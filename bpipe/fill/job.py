@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 
 from bpipe.errors import ConfigurationError, printable
+from bpipe.plan.amounts import show_bytes
 
 __all__ = ["Job"]
 
@@ -38,6 +39,10 @@ class Job:
     held_bytes: int | None = 0
     static_bytes: int = 0
     grace_s: float = 5.0
+
+    def __repr__(self) -> str:
+        budget = "" if self.budget is None else f", budget {show_bytes(self.budget)}"
+        return f"{type(self).__name__}({self.name or 'a fill job'}{budget}, on an error: {self.on_error})"
 
     def begin(self, stages: Mapping[int, nn.Module]) -> None:
         """Learn for which stages the rank runs, by index, when it gets the job."""

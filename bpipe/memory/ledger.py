@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from bpipe.memory.saved.footprint import Footprint
 from bpipe.memory.saved.stash import StashContents
 from bpipe.memory.saved.storages import Held
+from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Action
 
 __all__: list[str] = []
+
+MOST_SHOWN = 12  # storages
 
 Key = tuple[int, int]  # stage, microbatch
 Kind = tuple[int, str]  # stage, and a description of the microbatch's inputs
@@ -55,6 +58,22 @@ class Ledger:
         self.held: list[Held] = []  # saved and not movable, of the microbatch followed last, with the reason
         self.non_activations: list[Held] = []  # saved, but not activations: parameters, buffers, the user's batch
         self._shared_bytes: dict[Kind, int] = {}
+
+    def __repr__(self) -> str:
+        if not self.accounts:
+            return "Ledger(no step has run)"
+        moved = f", evicted {show_bytes(self.evicted_bytes)}, loaded {show_bytes(self.loaded_bytes)}" if self.evicted_bytes else ""
+        host = f", on the host at most {show_bytes(self.peak_host_bytes)}" if self.peak_host_bytes else ""
+        held = f", {show_bytes(sum(one.num_bytes for one in self.held))} of a microbatch cannot move" if self.held else ""
+        peak = f"at most {show_bytes(self.peak_bytes + self.held_bytes)} of activations, {self.peak_slots} microbatches"
+        return f"Ledger({peak}{moved}{host}{held})"
+
+    def __str__(self) -> str:
+        largest = sorted(self.held, key=lambda one: -one.num_bytes)
+        rows = [f"  {show_bytes(one.num_bytes):>9}  {list(one.shape)} {one.dtype}: {one.reason}" for one in largest[:MOST_SHOWN]]
+        more = [f"  and {len(largest) - MOST_SHOWN} more in .held"] if len(largest) > MOST_SHOWN else []
+        head = ["Cannot move, of the microbatch that was followed last, the largest first:"] if rows else []
+        return "\n".join([repr(self), *head, *rows, *more])
 
     def open(self, key: Key, kind: Kind) -> Account:
         """Return a new account for a microbatch whose forward begins."""

@@ -113,7 +113,7 @@ class Cutting:
         try:
             cut = cutter(leaf, self._m, 0 if spec is DEFAULT else spec.split_dim)
         except CannotCutError as error:
-            raise self._refusal(path, str(error)) from error
+            raise self._refusal(path, str(error)) from None
         self.are_alike = self.are_alike and cut.are_alike
         if cut.rows is not None:
             self._rows.append(_Rows(cut.rows, path, spec is DEFAULT))

@@ -235,7 +235,12 @@ class PipelineStage:
         return f"{parts.mode()} {autocast}"
 
     def __repr__(self) -> str:
-        return f"PipelineStage({type(self.submod).__name__}, {self.stage_index} of {self.num_stages}, {self.device})"
+        known = vars(self)
+        if "_depth" not in known:
+            return f"{type(self).__name__}(not constructed)"
+        skips = f", skips {', '.join(known['skips'])}" if known["skips"] else ""
+        place = f"stage {self.stage_index} of {self.num_stages}{' of two directions' * (self.directions > 1)}"
+        return f"PipelineStage({type(self.submod).__name__}, {place} on {self.device}{skips})"
 
 
 class _AdoptedStage(PipelineStage):

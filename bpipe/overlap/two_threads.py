@@ -51,6 +51,9 @@ class TwoThreads:
         self._has_warned = False
         self._worker: _Worker | None = None
 
+    def __repr__(self) -> str:
+        return f"TwoThreads(grace_s={self._grace_s:g})"
+
     def __call__(self, forward: Work, backward: Work) -> None:
         """Run both, and return when both have ended."""
         if why := bound_to_thread():

@@ -66,6 +66,10 @@ class StageChoice:
             seconds[rank] += forward + backward
         return tuple(seconds)
 
+    def __repr__(self) -> str:
+        layers = "+".join(str(len(names)) for names in self.stages)
+        return f"StageChoice({layers} modules for {self.schedule}: a step of {1e3 * self.step_s:.4g} ms, simulated)"
+
     def __str__(self) -> str:
         head = ("stage", "rank", "modules", "forward ms", "backward ms", "saved MiB", "static MiB")
         rows = [head, *(self._row(stage) for stage in range(len(self.stages)))]

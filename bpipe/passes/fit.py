@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from bpipe.errors import BudgetError, ConfigurationError
@@ -55,12 +56,25 @@ def raised(budgets: Budgets, more: int) -> Budgets:
 def refusal(plan: Plan, given: Budgets, lacking: str, smallest: Budgets) -> BudgetError:
     """Return the error for budgets that cannot be met; it names the smallest ones that can."""
     is_slots = plan.sizes is None
-    named = f"slots={shown(smallest)}" if is_slots else f"budgets={shown(smallest)} ({show_each(smallest)})"
+    argument = f"{'slots' if is_slots else 'budgets'}={shown(smallest)}"
+    named = argument if is_slots else f"{argument} ({show_each(smallest)})"
     return BudgetError(
         f"{shown(given)} {'slots' if is_slots else 'bytes'} are too few for {plan.name} "
         f"with {plan.num_stages} stages and {plan.num_microbatches} microbatches: {lacking}. "
-        f"{'The' if len(set(given)) == 1 else 'With all raised alike, the'} smallest budget that works here is {named}."
+        f"{'The' if len(set(given)) == 1 else 'With all raised alike, the'} smallest budget that works here is {named}.",
+        smallest=smallest,
+        argument=argument,
     )
+
+
+@contextmanager
+def asked_as_budget() -> Iterator[None]:
+    """Let the error for budgets in bytes speak of `budget=`, as `Balanced` calls the argument."""
+    try:
+        yield
+    except BudgetError as error:
+        error.said_as(f"budget={shown(error.smallest)}")
+        raise
 
 
 def shown(budgets: Budgets) -> str:

@@ -1,4 +1,4 @@
-"""Human-readable numbers of bytes."""
+"""Human-readable numbers of bytes and seconds."""
 
 from __future__ import annotations
 
@@ -18,6 +18,19 @@ def show_bytes(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{three_digits(num_bytes / size)} {unit}"
     return f"{num_bytes:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """Write a time for people, with three digits.
+
+    Example:
+        >>> show_seconds(0.0123), show_seconds(33), show_seconds(0)
+        ('12.3 ms', '33.0 s', '0 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{three_digits(seconds / size)} {unit}"
+    return f"{three_digits(seconds / 1e-9)} ns" if seconds else "0 s"
 
 
 def show_each(amounts: Sequence[int | None]) -> str:

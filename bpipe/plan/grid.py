@@ -146,9 +146,24 @@ def _moves(plan: PlanData, rank: int, starts: Sequence[int], length: int) -> dic
 
 def head(plan: PlanData) -> str:
     """Return a line with the plan's name and peaks: total and activation bytes of each device, or slots."""
-    ranks = "" if plan.num_ranks == plan.num_stages else f" on {plan.num_ranks} ranks"
+    return f"{plan_title(plan)}: {counts(plan)}, {_memory(plan)}"
+
+
+def plan_title(plan: PlanData) -> str:
+    """Return what a plan is: the name of its schedule, and how it was changed to hold less, such as `1f1b, balanced in bytes`."""
+    ops = {action.op for lane in plan.actions for action in lane}
+    ways = {Op.EVICT: "balanced", Op.R: "recomputed"}
+    done = [way for op, way in ways.items() if op in ops and not plan.name.startswith(way)]
+    return plan.name + (f", {' and '.join(done)}{' in bytes' * (plan.sizes is not None)}" if done else "")
+
+
+def counts(plan: PlanData) -> str:
+    """Return how many stages or ranks and how many microbatches a plan has."""
+    ranks, each = plan.num_ranks, plan.num_stages // max(plan.num_ranks, 1)
+    stages = f"{ranks} stage{'s' * (ranks != 1)}" if each == 1 else f"{ranks} rank{'s' * (ranks != 1)} with {each} stages each"
+    microbatches = f"{plan.num_microbatches} microbatch{'es' * (plan.num_microbatches != 1)}"
     slices = f" of {plan.slices} slices" if plan.slices > 1 else ""
-    return f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches{slices}{ranks}, {_memory(plan)}"
+    return f"{stages}, {microbatches}{slices}"
 
 
 def _memory(plan: PlanData) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from bpipe.errors import BPipeError
 from bpipe.plan import grid, text
 from bpipe.plan.plan_data import PlanData, looking_up
 
@@ -71,6 +72,12 @@ class Plan(PlanData):
             PlanError: the plan evicts, recomputes or computes in pieces, which that format cannot express; `to_text` can.
         """
         return text.to_csv(self)
+
+    def __repr__(self) -> str:
+        try:
+            return f"Plan({grid.head(self)})"
+        except (ArithmeticError, BPipeError, LookupError, TypeError, ValueError):  # one that breaks rules
+            return f"Plan({self.name!r}, which does not hold together: verify() shows where)"
 
     def __str__(self) -> str:
         with looking_up(self):

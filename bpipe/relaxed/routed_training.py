@@ -144,6 +144,14 @@ class Routes:
         self._replicas: Replicas  # of the session
         self._lost: set[int] = set()  # seats that have ended since the latest meeting
 
+    def __repr__(self) -> str:
+        if "_lost" not in vars(self):
+            return "Routes(not constructed)"
+        replica, stage = divmod(self._seat, self._depth)
+        state = f"{self.num_steps} steps complete" if self._is_joined else "not joined"
+        place = f"stage {stage} of {self._depth}, replica {replica} of {self._num_seats // self._depth}"
+        return f"Routes({place}, {self._m} microbatches, {state})"
+
     @staticmethod
     def _check(stage: PipelineStage) -> None:
         if dist.is_initialized():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from bpipe._version import __version__
+from bpipe.api.description import state_of
 from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.schedule import group_or_alone, positive, transport_for
 from bpipe.cleanup import note
@@ -93,7 +94,7 @@ class Stream:
                 "rank, with torch.distributed's gloo backend if there is no GPU for each"
             )
         self._transport = transport_for(
-            group, own.device, own.num_stages, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=TRANSFERS_AT_ONCE
+            group, own.device, self._plan, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=TRANSFERS_AT_ONCE
         )
         self._guard = Guard(self._transport, Lanes(self._transport), owner="stream", call="push() or drain()", unit="tick")
         self._ticks = StageTicks(own, loss_fn, optimizer, self._plan, self._transport)
@@ -101,6 +102,12 @@ class Stream:
         self._finalizer = weakref.finalize(self, _close, self._ticks, self._guard, self._transport, os.getpid())
         util.Finalize(self, self._finalizer, exitpriority=0)  # processes of multiprocessing end without atexit
         self._transport.enlist()
+
+    def __repr__(self) -> str:
+        if "_finalizer" not in vars(self):
+            return "Stream(not constructed)"
+        stage, learns = self._stage, "" if self._learns else ", learns nothing"
+        return f"Stream(stage {stage.stage_index} of {stage.num_stages} on {stage.device}{learns}, {state_of(self._guard, 'tick')})"
 
     @property
     def loss(self) -> torch.Tensor | None:

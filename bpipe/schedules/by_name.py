@@ -37,7 +37,8 @@ def build(
     """Build the finished and verified plan of a schedule.
 
     Args:
-        name: one of `names()`; `rules()` describes each.
+        name: one of `names()`, in capitals or not, or the name of its class, such as "OneFOneB" or torch's "Schedule1F1B";
+            `rules()` describes each.
         num_stages: the stages of all ranks together, at least 1.
         num_microbatches: m, at least 1; some schedules take only certain numbers.
         num_ranks: p; default: `num_stages` if the schedule takes one stage per rank, half of that if it takes several.

@@ -38,6 +38,8 @@ OWN_RULES = (
     bidirectional.BITPIPE_ZB,
 )
 
+OF_TORCH = {"zbvzerobubble": "zbv", "loopedbfs": "breadth_first"}  # classes of torch.distributed.pipelining with other names
+
 _RULES = {rule.name: rule for rule in OWN_RULES}  # the one module-level state of the package: `register` adds to it
 
 
@@ -98,15 +100,29 @@ def names() -> tuple[str, ...]:
 
 
 def rule_named(name: str) -> Rule:
-    """Return the rule of the schedule called `name`."""
+    """Return the rule of the schedule called `name`, or whose class in bpipe or torch is called so, in capitals or not."""
     if name not in _RULES:
         _register_installed()
     if name in _RULES:
         return _RULES[name]
-    near = get_close_matches(str(name), names(), n=1)
+    if found := _other_names().get(_plain(str(name))):
+        return found
+    near = [_other_names()[one].name for one in get_close_matches(_plain(str(name)), _other_names(), n=1)]
     raise ConfigurationError(
         f"no schedule is called {name!r}{f', did you mean {near[0]!r}?' if near else ''}; choose one of {', '.join(names())}"
     )
+
+
+def _other_names() -> dict[str, Rule]:
+    """Return the rules by the names of their classes and by their own, as `_plain` writes them; their own come first."""
+    of_torch = {plain: _RULES[name] for plain, name in OF_TORCH.items()}
+    of_classes = {_plain(rule.runs_as): rule for rule in OWN_RULES if rule.runs_as != "Schedule"}
+    return of_torch | of_classes | {_plain(rule.name): rule for rule in reversed(_RULES.values())}
+
+
+def _plain(name: str) -> str:
+    """Return a name without what people write differently: `Schedule1F1B` and `1F1B` are `1f1b`."""
+    return name.casefold().removeprefix("schedule").replace("_", "").replace("-", "").replace(" ", "")
 
 
 @cache

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bpipe.cleanup import noted_on
+from bpipe.cleanup import note, noted_on
 from bpipe.comm.transport.base import Transport
 from bpipe.engine.lanes import Lanes
-from bpipe.errors import PipelineBrokenError, format_error
+from bpipe.errors import CommError, PipelineBrokenError, RankFailedError, TransferError, format_error
 
 __all__: list[str] = []
 
@@ -88,7 +88,11 @@ class Guard:
                 self._transport.streams.join()
             if reason is error:
                 raise
-            raise reason from error
+            if not isinstance(error, CommError):
+                raise reason from error
+            if not isinstance(error, RankFailedError | TransferError):  # these say no more than that the other rank failed
+                note(reason, f"bpipe: here: {format_error(error)}")
+            raise reason from None
         finally:
             self._transport.control.activity.end(self.num_steps)
 

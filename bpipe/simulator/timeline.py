@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
 from bpipe.plan.action import COMPUTE, RECEIVES, SENDS, START_OF, Action, Op
+from bpipe.plan.amounts import show_bytes, show_seconds
+from bpipe.plan.grid import counts, plan_title
 from bpipe.plan.plan import Plan
 
 __all__ = ["Holding", "Lane", "Span", "Timeline"]
@@ -60,6 +62,9 @@ class Lane:
     remote_buffer_bytes: int = 0
     filled_s: array[float] = field(default_factory=lambda: array("d"))
 
+    def __repr__(self) -> str:
+        return f"Lane({len(self.begin_s)} actions, {show_bytes(self.static_bytes)} that stay)"
+
     @property
     def ends_s(self) -> tuple[float, float] | None:
         """When its first known action began and its last one ended; None if none is known."""
@@ -104,6 +109,12 @@ class Timeline:
     served: tuple[Lane, ...]
     source: str = "simulated"
     step: int | None = None
+
+    def __repr__(self) -> str:
+        step = "" if self.step is None else f" in step {self.step}"
+        is_whole = all(self.actions[rank].begin_s for rank in self.computing_ranks())
+        seconds = show_seconds(self.makespan_s) if is_whole else f"with the times of ranks {self.ranks} only"
+        return f"Timeline({plan_title(self.plan)}: {counts(self.plan)}, {self.source}{step}, {seconds})"
 
     @property
     def num_ranks(self) -> int:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from bpipe._version import __version__
-from bpipe.errors import BPipeError, ConfigurationError, printable
+from bpipe.errors import BPipeError, BudgetError, ConfigurationError, printable
 from bpipe.tools.terminal import Result, console
 
 __all__ = ["main"]
@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             setattr(sys, name, io.StringIO())
     try:
         return _run(sys.argv[1:] if arguments is None else list(arguments))
+    except BudgetError as error:
+        return _refuse(str(_said_as_option(error)))
     except BPipeError as error:
         return _refuse(str(error).partition("\n")[0])
     except BrokenPipeError:
@@ -134,6 +136,13 @@ def _print(result: Result, *, as_json: bool) -> None:
         else:
             console().print(part)
     sys.stdout.flush()
+
+
+def _said_as_option(error: BudgetError) -> BudgetError:
+    """Let an error speak of the option for the budget: `--slots 3` in place of `slots=3`."""
+    each = ["-" if one is None else str(one) for one in error.smallest]
+    option = "slots" if "slots=" in str(error) else "budget"
+    return error.said_as(f"--{option} {each[0] if len(set(each)) == 1 else ','.join(each)}") if each else error
 
 
 def _refuse(message: str) -> int:

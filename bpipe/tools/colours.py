@@ -6,16 +6,24 @@ from bpipe.plan.action import HOST, START_OF, Action, Op
 
 __all__: list[str] = []
 
-Role = str  # an operation, or one of these four with the rank's own host at the other end
+Role = str  # an operation, or one of these: with the rank's own host at the other end, or a send that was measured
 HOST_EVICT, HOST_LOAD, WAIT_HOST_EVICT, WAIT_HOST_LOAD = "EVICT@host", "LOAD@host", "WAIT_EVICT@host", "WAIT_LOAD@host"
 
+POSTED_F, POSTED_B = "SEND_F@posted", "SEND_B@posted"  # from posting to completion, of which the link is busy for a part
+
 HOST_ROLES = (HOST_EVICT, HOST_LOAD, WAIT_HOST_EVICT, WAIT_HOST_LOAD)
+OTHER_ROLES = (*HOST_ROLES, POSTED_F, POSTED_B)
 LIGHTEST = 0.4  # how near to white the last of a rank's stages comes
 
 
 def lighten(colour: str, share: float) -> str:
     """Mix a colour with white."""
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in _parts(colour))
+
+
+def darken(colour: str, share: float) -> str:
+    """Mix a colour with black."""
+    return "#" + "".join(f"{round(part * (1 - share)):02x}" for part in _parts(colour))
 
 
 def luminance(colour: str) -> float:
@@ -29,8 +37,10 @@ def ink(colour: str) -> str:
     return "#000000" if luminance(colour) > 0.18 else "#ffffff"  # where the contrasts with black and white are equal
 
 
-def role(action: Action) -> Role:
+def role(action: Action, is_measured: bool = False) -> Role:
     """Return the role that a picture shows an action in."""
+    if is_measured and action.op in (Op.SEND_F, Op.SEND_B):
+        return f"{action.op}@posted"
     return f"{action.op}@host" if action.peer == HOST else action.op
 
 
@@ -58,6 +68,7 @@ COLOURS: dict[Role, str] = {
     HOST_LOAD: "#dda15e",
 }
 COLOURS |= {Op.SEND_F: COLOURS[Op.F], Op.SEND_B: COLOURS[Op.B]}
+COLOURS |= {POSTED_F: lighten(COLOURS[Op.F], 0.6), POSTED_B: lighten(COLOURS[Op.B], 0.6)}
 
 NAMES: dict[Role, str] = {
     Op.F: "forward",
@@ -74,6 +85,8 @@ NAMES: dict[Role, str] = {
     Op.RETURN: "return a remote activation",
     Op.SEND_F: "send forward",
     Op.SEND_B: "send backward",
+    POSTED_F: "send forward, from posting to completion",
+    POSTED_B: "send backward, from posting to completion",
 }
 WAIT_NAMES: dict[Role, str] = dict.fromkeys(START_OF, "wait for another rank") | {
     Op.WAIT_EVICT: "wait for an eviction",
@@ -96,5 +109,5 @@ MOVE_WAITS: dict[Role, Role] = {
 
 
 def wait_colour(role: Role) -> str:
-    """Return the colour of a wait: grey for other ranks' results, the transfer's own colour for an eviction or a load."""
-    return COLOURS[MOVE_WAITS[role]] if role in MOVE_WAITS else WAITING
+    """Return the colour of a wait: grey for other ranks' results, the transfer's own but darker for an eviction or a load."""
+    return darken(COLOURS[MOVE_WAITS[role]], 0.4) if role in MOVE_WAITS else WAITING

@@ -9,13 +9,13 @@ from itertools import chain
 
 from bpipe.plan.action import COMPUTE
 from bpipe.schedules import Op, Span
-from bpipe.tools.colours import COLOURS, HOST_ROLES, MOVE_WAITS, NAMES, WAIT_NAMES, Role, ink, role, shade, wait_colour
+from bpipe.tools.colours import COLOURS, MOVE_WAITS, NAMES, OTHER_ROLES, WAIT_NAMES, Role, ink, role, shade, wait_colour
 from bpipe.tools.paper import Strip, band_at, row_height, strips
 from bpipe.tools.scene import Panel, Row, Scene
 
 __all__: list[str] = []
 
-ROLES = {role: index for index, role in enumerate((*Op, *HOST_ROLES))}
+ROLES = {role: index for index, role in enumerate((*Op, *OTHER_ROLES))}
 DECIMALS = 9  # of seconds: nanoseconds
 
 Data = dict[str, object]
@@ -46,6 +46,7 @@ def as_data(scene: Scene) -> Data:
         "slots_each": scene.slots_each,
         "top": scene.top,
         "layers": scene.layers(),
+        "budget": scene.budget,
         "microbatches": scene.num_microbatches,
         "roles": list(ROLES),
         "names": NAMES | WAIT_NAMES,
@@ -73,7 +74,7 @@ def _row(row: Row, panel: Panel) -> Data:
         "stages": row.stages,
         "places": row.places,
         "band": [round(y / height, 4) for y in band],
-        "strips": [_strip(strip, height) for strip in strips(row, band) if strip.spans],
+        "strips": [_strip(strip, height, row) for strip in strips(row, band) if strip.spans],
         "memory": [number for held in row.memory for number in (round(held.begin_s, DECIMALS), *held[1:])],
         "stays": row.stays,
         "peak": row.peak,
@@ -82,16 +83,16 @@ def _row(row: Row, panel: Panel) -> Data:
     }
 
 
-def _strip(strip: Strip, height: float) -> Data:
+def _strip(strip: Strip, height: float, row: Row) -> Data:
     return {
         "kind": strip.kind,
         "top": round(strip.top / height, 4),
         "bottom": round(strip.bottom / height, 4),
-        "boxes": list(chain.from_iterable(map(_box, strip.spans))),
+        "boxes": list(chain.from_iterable(_box(span, row) for span in strip.spans)),
     }
 
 
-def _box(span: Span) -> tuple[float, ...]:
+def _box(span: Span, row: Row) -> tuple[float, ...]:
     _, stage, microbatch, part, peer = span.action
     begin, end = round(span.begin_s, DECIMALS), round(span.end_s, DECIMALS)
-    return ROLES[role(span.action)], stage, microbatch, part, -1 if peer is None else peer, begin, end
+    return ROLES[role(span.action, row.is_measured)], stage, microbatch, part, -1 if peer is None else peer, begin, end

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from bpipe.plan.action import unit_text
+from bpipe.plan.action import COMPUTE, unit_text
 from bpipe.schedules import Op, Span
 from bpipe.tools.scene import Panel, Row, Scene, time_unit
 
 __all__: list[str] = []
 
 POINTS = 72  # to an inch
+LETTER, BOLD = 0.56, 0.7  # the mean width of a letter in font heights
 DIGIT, MARGIN = 0.64, 0.35  # a digit's width in font heights, and the space that is left free beside digits in digit widths
 FONTS = (5.0, 9.0)  # of the labels, in points
 
@@ -120,6 +121,12 @@ class Paper:
         fitting = 0.99 * self.inches(self.short_s) * POINTS / DIGIT / (digits + MARGIN)
         return min(tallest, fitting) if fitting >= FONTS[0] else tallest
 
+    def facts_font(self, panel: Panel) -> float:
+        """Return the size of a panel's numbers, in points: small enough to stand beside its name."""
+        name = len(panel.name) * 11 * self.scale * BOLD / POINTS
+        fitting = (self.width + RIGHT - name - 0.2) * POINTS / (max(len(panel.facts), 1) * LETTER)
+        return max(min(9 * self.scale, fitting), FONTS[0])
+
     @property
     def seconds_an_inch(self) -> float:
         return (self.scene.end_s - self.scene.begin_s) / self.width
@@ -142,7 +149,8 @@ class Paper:
     def label(self, span: Span, row: Row) -> str:
         """Return a computation's microbatch and slice, with its stage where a rank has several, as far as that fits."""
         room = self.inches(self.seen(span)[1] - self.seen(span)[0]) * POINTS / (self.font * DIGIT) - MARGIN
-        texts = [span.action.text(row.slices)] * (len(row.stages) > 1) + [unit_text(span.action.microbatch, row.slices)]
+        is_named = len(row.stages) > 1 and span.action.op in COMPUTE  # what moves is short, and its colour says what it is
+        texts = [span.action.text(row.slices)] * is_named + [unit_text(span.action.microbatch, row.slices)]
         return next((text for text in texts if len(text) <= room), "")
 
     def seen(self, span: Span) -> tuple[float, float]:

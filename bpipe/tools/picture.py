@@ -16,6 +16,7 @@ from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from matplotlib.patheffects import withStroke
 
 from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Op, Span
@@ -45,6 +46,8 @@ MAX_LABELS = 6_000  # a text takes matplotlib about a millisecond
 
 # Inches
 LEGEND_LINE, LEGEND_ENTRY = 0.22, 1.65
+LABELLED = ("compute", "move")
+HALO = [withStroke(linewidth=1.6, foreground="white")]  # makes a number readable on hatching
 LEAST = {"move": 0.04, "send": 0.012}  # transfers in next to no time are still seen
 LEAST_DIP = 0.01  # memory that is given back and taken again within this distance is not seen
 
@@ -130,7 +133,8 @@ class _Sheet:
         for panel, head, bands in self.paper.panels():
             name = self._write(0, head, panel.name, fontsize=11 * scale, weight="bold", va="baseline")
             beside: Any = (name, self.axes.transData)
-            style: dict[str, Any] = {"textcoords": "offset points", "va": "baseline", "fontsize": 9 * scale, "color": GREY}
+            style: dict[str, Any] = {"textcoords": "offset points", "va": "baseline", "color": GREY}
+            style["fontsize"] = self.paper.facts_font(panel)
             self.axes.annotate(panel.facts, (1, head), xytext=(12, 0), xycoords=beside, **style)
             self.axes.vlines(ticks, bands[0].top, bands[-1].bottom, colors=FAINT, linewidth=0.6, zorder=0)
             self._draw_boxes(panel.rows, bands)
@@ -212,15 +216,19 @@ class _Sheet:
         """Write the microbatches into the boxes that are wide enough."""
         if self.paper.font < 4:
             return
-        for strip in (strip for strip in strips(row, band) if strip.kind == "compute"):
+        for strip in (strip for strip in strips(row, band) if strip.kind in LABELLED):
             style: dict[str, Any] = {"ha": "center", "va": "center_baseline"}
             style["fontsize"] = self.paper.font * min(1.0, 1.5 * (strip.bottom - strip.top) / (band.moves - band.top))
+            if strip.kind == "move":
+                size = min(self.paper.font, 0.9 * (strip.bottom - strip.top) * POINTS)
+                style |= {"va": "center", "path_effects": HALO, "fontsize": size}
             for span in strip.spans:
                 text = self.paper.label(span, row)
                 if text and self.labels_left > 0:
                     self.labels_left -= 1
                     x, y = self.paper.x(sum(self.paper.seen(span)) / 2), (strip.top + strip.bottom) / 2
-                    self.axes.text(x, y, text, color=ink(_fill(span, row)), **style)
+                    colour = ink(_fill(span, row)) if strip.kind == "compute" else DARK
+                    self.axes.text(x, y, text, color=colour, **style)
 
 
 def _look(kind: str, span: Span, row: Row) -> _Look:
@@ -231,7 +239,7 @@ def _look(kind: str, span: Span, row: Row) -> _Look:
         return _Look(wait_colour(role(span.action)), zorder=2)
     if kind == "fill":
         return _Look(COLOURS[Op.FILL], "white", zorder=3)
-    return _move_look(role(span.action)) if kind == "move" else _Look(COLOURS[span.action.op])
+    return _move_look(role(span.action)) if kind == "move" else _Look(COLOURS[role(span.action, row.is_measured)])
 
 
 def _fill(span: Span, row: Row) -> str:
@@ -245,14 +253,14 @@ def _move_look(role: Role) -> _Look:
 def _legend(scene: Scene) -> list[Patch | Line2D]:
     """Return a legend entry for each thing that can be seen in the picture."""
     rows = [row for panel in scene.panels for row in panel.rows]
-    each = (spans for row in rows for spans in (row.computations, row.waits, row.fills, row.sends, *row.moves))
-    seen = {role(span.action) for spans in each for span in spans}
+    each = ((row, spans) for row in rows for spans in (row.computations, row.waits, row.fills, row.sends, *row.moves))
+    seen = {role(span.action, row.is_measured) for row, spans in each for span in spans}
     several = ", lighter on a rank's later stages" if any(len(row.stages) > 1 for row in rows) else ""
     if any(row.slices > 1 for row in rows):
         several += ", 1/2: of slice 2 of microbatch 1"
     handles: list[Patch | Line2D] = []
     for op, name in NAMES.items():
-        if op in seen and op in SENT:
+        if op in seen and op.partition("@")[0] in SENT:
             handles.append(Line2D([], [], color=COLOURS[op], linewidth=2, label=name))
         elif op in seen:
             look = _move_look(op) if op in HATCHES else _Look(COLOURS[op])
@@ -262,6 +270,6 @@ def _legend(scene: Scene) -> list[Patch | Line2D]:
     for colour, name in waits.items():
         handles.append(Line2D([], [], color=colour, linewidth=3 if colour == WAITING else 5, label=name))
     handles += [Patch(facecolor=LAYERS[layer], edgecolor=MEMORY_EDGE, label=name) for layer, name in scene.layers().items()]
-    if any(row.budget is not None for row in rows):
-        handles.append(Line2D([], [], label="budget", **BUDGET))
+    if scene.budget:
+        handles.append(Line2D([], [], label=scene.budget, **BUDGET))
     return handles

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import TypeVar
 
 from bpipe.errors import ConfigurationError
-from bpipe.plan.amounts import three_digits
+from bpipe.plan.amounts import show_seconds
 
 __all__ = ["bytes_of", "bytes_per_second_of", "one_or_each", "seconds_of", "show_seconds"]
 
@@ -59,19 +59,6 @@ def _read(text: str, units: Mapping[str, float], expected: str) -> float:
     if unit is None or not isfinite(number * unit):
         raise ConfigurationError(f"{text!r} is not a number of {expected}")
     return number * unit
-
-
-def show_seconds(seconds: float) -> str:
-    """Write a time for people, with three digits.
-
-    Example:
-        >>> show_seconds(0.0123), show_seconds(33), show_seconds(0)
-        ('12.3 ms', '33.0 s', '0 s')
-    """
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            return f"{three_digits(seconds / size)} {unit}"
-    return f"{three_digits(seconds / 1e-9)} ns" if seconds else "0 s"
 
 
 def one_or_each(text: str, read: Callable[[str], T]) -> T | tuple[T, ...]:

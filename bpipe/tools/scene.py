@@ -15,6 +15,7 @@ from math import isfinite, lcm
 
 from bpipe.errors import ConfigurationError
 from bpipe.plan.amounts import show_bytes
+from bpipe.plan.grid import plan_title
 from bpipe.plan.meter import occupancy
 from bpipe.schedules import Lane, Op, Plan, Span, Timeline
 from bpipe.simulator.timeline import Holding
@@ -46,6 +47,7 @@ class Row:
     moves: tuple[tuple[Span, ...], ...]
     num_out: int  # how many of the tracks are of those that leave
     sends: tuple[Span, ...]  # what it sends along the pipeline, as far as that takes time
+    is_measured: bool  # then sends last from posting to completion, otherwise as long as they occupy the link
     memory: tuple[Holding, ...]  # what it holds, and from when on, in order
     stays: int  # what of that stays throughout: weights, gradients, buffers, optimizer states; nothing where slots are counted
     peak: int  # the most activations it ever holds, outside the window too
@@ -94,6 +96,12 @@ class Scene:
         stays = {"stays": "weights and what else stays"} if any(row.stays for row in rows) else {}
         return stays | {"activations": "activations"} | ({"messages": "messages between stages"} if has_messages else {})
 
+    @property
+    def budget(self) -> str:
+        """The budget in words, as a legend has it, with its amount if all ranks have the same; nothing without one."""
+        found = {row.budget for panel in self.panels for row in panel.rows if row.budget is not None}
+        return f"budget {amount_text(found.pop(), self.unit, self.slots_each)}" if len(found) == 1 else "budget" * bool(found)
+
 
 def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: Window | None = None) -> Scene:
     """Make the scene of timelines on one time axis.
@@ -111,7 +119,7 @@ def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: 
         rows = tuple(_rows(timeline, (begin, end), unit, slot, MAX_BOXES - spent))
         is_short = unit == "bytes" and not counts_messages(timeline) and any(map(counts_messages, timelines))
         facts = _facts(timeline, unit, slots_each) + ", messages left out" * is_short
-        panels.append(Panel(name=timeline.plan.name, facts=facts, rows=rows))
+        panels.append(Panel(name=plan_title(timeline.plan), facts=facts, rows=rows))
     amounts = [amount for panel in panels for row in panel.rows for amount in (row.device_peak, row.budget or 0)]
     return Scene(
         title=title or "",
@@ -212,6 +220,7 @@ def _row(timeline: Timeline, rank: int, window: Window, unit: str, slot: int, al
         moves=(*leaving, *arriving),
         num_out=len(leaving),
         sends=tuple(span for span in transfers if span.action.op in SENT),
+        is_measured=timeline.source == "measured",
         memory=_steps(timeline, rank, window),
         stays=timeline.actions[rank].static_bytes,
         peak=timeline.peak_bytes(rank),
@@ -287,7 +296,8 @@ def _facts(timeline: Timeline, unit: str, slots_each: int) -> str:
     plan, ranks = timeline.plan, range(timeline.num_ranks)
     makespan = timeline.makespan_s
     bubble = 1 - min(map(timeline.work_s, ranks)) / makespan if makespan else 0.0
-    stages = f"p = {plan.num_ranks}" + (f" with {plan.num_stages} stages" if plan.num_ranks != plan.num_stages else "")
+    several = f", {plan.num_stages // plan.num_ranks} stages each" if plan.num_ranks != plan.num_stages else ""
+    stages = f"p = {plan.num_ranks}{several}"
     step = "" if timeline.step is None else f" in step {timeline.step}"
     slices = f" of k = {plan.slices} slices" if plan.slices > 1 else ""
     filled = sum(span.seconds for rank in ranks for span in timeline.fills(rank)) / (makespan * len(ranks) or 1.0)

@@ -118,7 +118,7 @@ def shown_of(timeline: Timeline, data: dict[str, Any]) -> list[Any]:
         columns.append("on its host")
         rows = [(*row, show_bytes(rank["host_bytes"])) for row, rank in zip(rows, data["ranks"])]
     step = f"step, {timeline.source}: {show_seconds(data['makespan_s'])}"
-    return [head(timeline.plan), step, table(columns, rows), f"critical path: {path}"]
+    return [head(timeline.plan), *slots_note([timeline.plan]), step, table(columns, rows), f"critical path: {path}"]
 
 
 def fill_shown(filled: Sequence[Filling], data: dict[str, Any]) -> list[Any]:
@@ -163,6 +163,13 @@ def unknown(found: Sequence[dict[str, Any]]) -> list[str]:
     lines = [f"{'; '.join(bare)}: {NOTHING_STAYS}: give --static"]
     others = f"{'; '.join(silent)}: device has no messages between stages, that of the others has them: its plan counts slots"
     return lines * bool(bare) + [others] * any(data["counts_messages"] for data in known if silent)
+
+
+def slots_note(plans: Sequence[Plan]) -> list[str]:
+    """Return a line that says what a slot is, if plans count them."""
+    counted = [plan for plan in plans if plan.sizes is None]
+    unit = "slice of a microbatch" if any(plan.slices > 1 for plan in counted) else "microbatch"
+    return [f"a slot is room for what one stage saves of one {unit}"] * bool(counted)
 
 
 def unknown_of(plan: Plan, *, is_balanced_here: bool) -> list[str]:

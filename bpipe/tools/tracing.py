@@ -79,6 +79,10 @@ class Trace:
         self._clocks: Clocks | None = None
         self._is_complete = True
 
+    def __repr__(self) -> str:
+        state = "not entered" if self._clocks is None else f"{max((len(one.records) for one in self._recorders), default=0)} steps"
+        return f"Trace(of {len(self._schedules)} schedules, {state}{'' if self._path is None else f', in {self._path}'})"
+
     def __enter__(self) -> Trace:
         if self._clocks is not None:
             raise ConfigurationError("a trace is entered once: call bpipe.trace(...) again")

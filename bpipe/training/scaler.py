@@ -61,6 +61,9 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device or default_kind(), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._ranks = Ranks(group, "torch.amp.GradScaler with one optimizer over all stages does it")
 
+    def __repr__(self) -> str:
+        return f"GradScaler(over a pipeline{'' if vars(self).get('_enabled') else ', disabled'})"
+
     def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Divide the gradients by the scale, and learn whether any stage has an overflow. Collective over the pipeline.
 

@@ -64,6 +64,10 @@ class TiedWeights:
         self._ties = {name: self._tie(name, ranks[0]) for name, ranks in self._holders.items() if name in self.weights}
         self.copies = [self.weights[name] for name, tie in self._ties.items() if tie.is_copy]
 
+    def __repr__(self) -> str:
+        shared = [f"{name} on ranks {', '.join(map(str, ranks))}" for name, ranks in vars(self).get("_holders", {}).items()]
+        return f"TiedWeights({'; '.join(shared) or 'nothing that two ranks share'})"
+
     def _tie(self, name: str, first: int) -> Tie:
         is_copy = first != self._ranks.rank
         return Tie(name, self.weights[name], counted_by=self._ranks.global_ranks[first], is_copy=is_copy)

@@ -115,6 +115,6 @@ CASES = [
         play=too_many_ranks,
         culprits=frozenset({0, 1}),
         here=ConfigurationError,
-        says=("needs 4 ranks and the group has 2",),
+        says=("needs 4 ranks, but the group has 2",),
     ),
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from bpipe.passes.recompute import recompute
 from bpipe.plan.grid import excerpt, head, num_fitting, rows
 from bpipe.schedules import Action, Plan, Sizes, build
 
@@ -25,7 +28,7 @@ def test_what_moves_between_pieces_is_marked_under_their_computation_and_once_fo
 
 
 def test_the_head_counts_bytes_where_the_plan_does() -> None:
-    assert head(plan()) == "by_hand: 1 stages, 2 microbatches, planned: device 2.00 GiB; activations 2.00 GiB"
+    assert head(plan()) == "by_hand, balanced in bytes: 1 stage, 2 microbatches, planned: device 2.00 GiB; activations 2.00 GiB"
     assert head(plan(budgets=(2**31,))).endswith(", planned: device 2.00 GiB; activations 2.00 GiB; budget 2.00 GiB")
     assert head(plan(sizes=None, budgets=None)).endswith(", peak slots 2")
 
@@ -44,3 +47,22 @@ def test_the_columns_that_fit_are_as_many_as_do(shown: Plan, width: int, first: 
     fitting = num_fitting(shown, first, width)
     assert fitting == 1 or longest(fitting) <= width
     assert longest(fitting + 1) > width or longest(fitting + 1) == longest(1000)
+
+
+@pytest.mark.parametrize(
+    "name, stages, given, title, counts",
+    [
+        ("1f1b", 4, {}, "1f1b", "4 stages, 8 microbatches"),
+        ("1f1b", 4, {"slots": 3}, "1f1b, balanced", "4 stages, 8 microbatches"),
+        ("balanced_1f1b", 4, {}, "balanced_1f1b", "4 stages, 8 microbatches"),
+        ("interleaved_1f1b", 8, {"num_ranks": 4}, "interleaved_1f1b", "4 ranks with 2 stages each, 8 microbatches"),
+        ("gpipe", 1, {}, "gpipe", "1 stage, 8 microbatches"),
+    ],
+)
+def test_the_head_says_what_a_plan_is(name: str, stages: int, given: dict[str, Any], title: str, counts: str) -> None:
+    assert head(build(name, stages, 8, **given)).startswith(f"{title}: {counts}, peak slots ")
+
+
+def test_recomputed_plans_say_so() -> None:
+    plan = recompute(build("1f1b", 4, 8), sizes=Sizes.of([8] * 4), budgets=16)
+    assert head(plan).startswith("1f1b, recomputed in bytes: 4 stages, 8 microbatches, planned: ")

@@ -310,7 +310,7 @@ def test_no_limit_on_the_first_rank(capsys):
 def test_a_budget_that_cannot_be_met_names_one_that_can(capsys):
     code, out, told = run(capsys, "show", *SIZED, "--budget", "3GiB")
     assert (code, out, told.count("\n")) == (2, "", 1)
-    enough = re.search(r"The smallest budget that works here is budgets=(\d+)", told)[1]
+    enough = re.search(r"The smallest budget that works here is --budget (\d+)", told)[1]
     assert run(capsys, "show", *SIZED, "--budget", enough)[0] == 0
 
 
@@ -450,7 +450,7 @@ def test_env_names_what_is_here(capsys):
         (["show", "1f1b", "-p", "0", "-m", "8"], "'0' is not a whole number of at least 1"),
         (["show", "1f1b", "-p", "four", "-m", "8"], "'four' is not a whole number"),
         (["show", "1f1b", "--from", "-1", *SMALL], "--from -1"),
-        (["show", "balanced_1f1b", *SMALL, "--slots", "2"], "smallest budget that works here is slots=3"),
+        (["show", "balanced_1f1b", *SMALL, "--slots", "2"], "smallest budget that works here is --slots 3"),
         (["show", "balanced_1f1b", *SMALL, "--slots", "1,x"], "'x' is not a whole number"),
         (["show", "1f1b", *SMALL, "--colour"], "unrecognized arguments"),
         (["simulate", "1f1b", *SMALL, "--forward", "3parsecs"], "'3parsecs' is not a number of seconds"),

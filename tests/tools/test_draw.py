@@ -6,6 +6,7 @@ import re
 import struct
 import sys
 import zlib
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,7 +16,7 @@ import pytest
 from bpipe.errors import ConfigurationError
 from bpipe.extras import how_to_install
 from bpipe.schedules import Costs, Op, Span, Timeline
-from bpipe.tools.colours import COLOURS, HOST_EVICT, HOST_LOAD, NAMES
+from bpipe.tools.colours import COLOURS, HOST_EVICT, HOST_LOAD, NAMES, POSTED_F, wait_colour
 from bpipe.tools.draw import draw
 from bpipe.tools.paper import LEFT, RIGHT, Paper
 from bpipe.tools.scene import compose
@@ -118,7 +119,7 @@ def test_waits_between_pieces_are_seen() -> None:
     """Drawn over the box of the computation, which would hide what lies under it."""
     filled = [one for one in sheet(in_parts()).axes.collections if isinstance(one, PolyCollection) and not one.get_hatch()]
     heights = {to_hex(one.get_facecolor()[0]): one.get_zorder() for one in filled}
-    assert heights[COLOURS[Op.EVICT]] > max(heights[COLOURS[op]] for op in (Op.F, Op.B))
+    assert heights[wait_colour(Op.WAIT_EVICT)] > max(heights[COLOURS[op]] for op in (Op.F, Op.B))
 
 
 def test_two_timelines_are_on_one_axis() -> None:
@@ -179,6 +180,31 @@ def test_labels_are_the_microbatches_and_vanish_where_boxes_are_narrow() -> None
     assert labels(sheet(timeline("1f1b", 2, 2000))) == []
     assert labels(sheet(timeline("1f1b", 2, 2000), window=(100.0, 101.0))) != []
     assert "4B0" in [text.get_text() for text in sheet(interleaved()).axes.texts]
+
+
+def test_what_moves_has_its_microbatch_on_it() -> None:
+    shown = timeline("balanced_1f1b", 4, 8)
+    ops = (Op.EVICT, Op.LOAD, Op.ACCEPT, Op.RETURN)
+    moves = [span for rank in range(4) for span in shown.transfers(rank) if span.action.op in ops]
+    written = [text.get_text() for text in sheet(shown).axes.texts if text.get_path_effects()]
+    assert sorted(written) == sorted(str(span.action.microbatch) for span in moves) != []
+
+
+def test_measured_sends_do_not_look_like_a_busy_link() -> None:
+    """A rank knows when it posted a send and when it was complete, and not how long the link was busy with it."""
+    made = sheet(replace(timeline(), source="measured"))
+    colours = {to_hex(one.get_facecolor()[0]) for one in made.axes.collections if isinstance(one, PolyCollection)}
+    legend = [text.get_text() for text in made.figure.legends[0].get_texts()]
+    assert COLOURS[POSTED_F] in colours and "send forward, from posting to completion" in legend and "send forward" not in legend
+    assert "send forward" in [text.get_text() for text in sheet(timeline()).figure.legends[0].get_texts()]
+
+
+def test_the_numbers_beside_a_long_name_fit() -> None:
+    shown = timeline("1f1b", 4, 8)
+    long = replace(shown, plan=replace(shown.plan, name="an_order_with_a_name_of_its_own"))
+    made = sheet(long)
+    edge = made.figure.get_window_extent().x1
+    assert all(text.get_window_extent().x1 <= edge for text in made.axes.texts)
 
 
 def test_matplotlib_is_left_as_it_was(tmp_path: Path) -> None:

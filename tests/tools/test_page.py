@@ -15,11 +15,12 @@ import pytest
 from hypothesis import given, settings
 
 from bpipe.plan.action import COMPUTE, HOST
-from bpipe.schedules import Action, Op, Span, Timeline
+from bpipe.plan.grid import plan_title
+from bpipe.schedules import Action, Costs, Op, Span, Timeline
 from bpipe.tools.draw import draw
 from bpipe.tools.page import as_data, render
 from bpipe.tools.scene import compose
-from tests.tools.timelines import SLOW, in_parts, interleaved, timeline, timelines
+from tests.tools.timelines import SLOW, SLOW_LINK, in_parts, interleaved, timeline, timelines
 
 NODE = shutil.which("node")
 HERE = Path(__file__).parent
@@ -86,7 +87,7 @@ def rounded(some: Any) -> list[Span]:
 def test_the_data_in_the_page_are_the_timelines(shown: Timeline) -> None:
     data = embedded(page(shown))
     (panel,) = data["panels"]
-    assert panel["name"] == shown.plan.name and data["microbatches"] == shown.plan.num_microbatches
+    assert panel["name"] == plan_title(shown.plan) and data["microbatches"] == shown.plan.num_microbatches
     assert [row["rank"] for row in panel["rows"]] == list(range(shown.num_ranks))
     for rank, row in enumerate(panel["rows"]):
         assert spans(data, row, "compute") == rounded(compose([shown]).panels[0].rows[rank].computations)
@@ -110,6 +111,23 @@ def test_every_timeline_makes_a_page(shown: Timeline) -> None:
         assert len(spans(data, row, "compute")) == len(ended)
         assert 0 == row["band"][0] <= row["band"][1] <= row["band"][2] <= row["band"][3] <= row["band"][4] <= 1
         assert {op for op, *_ in (s.action for s in spans(data, row, "compute"))} <= set(data["fills"][str(len(row["stages"]))])
+
+
+def test_the_legend_has_a_colour_for_each_thing_and_the_budget() -> None:
+    data = embedded(page(timeline("balanced_1f1b", 4, 8, SLOW_LINK)))
+    fills = data["fills"]["1"]
+    for move, wait in (("EVICT", "WAIT_EVICT"), ("LOAD", "WAIT_LOAD")):
+        assert fills[move][0][0] != fills[wait][0][0]
+    assert embedded(page(in_parts()))["budget"] == "budget 2.75 GiB" and embedded(page(timeline("1f1b")))["budget"] == ""
+    assert data["budget"] == ""  # this plan counts slots, and the page bytes
+    assert embedded(page(timeline(costs=Costs())))["budget"] == "budget 3 slots"
+
+
+def test_measured_sends_have_a_role_of_their_own() -> None:
+    data = embedded(page(replace(timeline(), source="measured")))
+    strips = [strip for row in data["panels"][0]["rows"] for strip in row["strips"] if strip["kind"] == "send"]
+    sent = {data["roles"][strip["boxes"][0]] for strip in strips}
+    assert sent == {"SEND_F@posted", "SEND_B@posted"} <= set(data["names"])
 
 
 def test_nothing_comes_from_outside() -> None:

@@ -160,7 +160,7 @@ def test_the_facts_of_a_panel() -> None:
     assert uneven.bubble_s(0) > uneven.bubble_s(1)
     heavy = compose([timeline("1f1b", 4, 8, Costs(saved_bytes=2**20, static_bytes=(0, 0, 0, 2**23)))]).panels[0].facts
     assert "fullest rank 3: device 9.00 MiB" in heavy  # though rank 0 has the most activations
-    assert "p = 2 with 6 stages" in compose([interleaved()]).panels[0].facts
+    assert "p = 2, 3 stages each, m" in compose([interleaved()]).panels[0].facts
 
 
 def test_a_window_shows_what_reaches_into_it() -> None:

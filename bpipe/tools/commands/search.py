@@ -120,7 +120,7 @@ def _shown(data: Sequence[dict[str, Any]]) -> Table:
 
 
 def _row(one: dict[str, Any], best_s: float | None) -> tuple[str, ...]:
-    name = f"{one['name']} from {', '.join(one['made_from'])}" if one["made_from"] else one["name"]
+    name = f"an order made for these costs, from {', '.join(one['made_from'])}" if one["made_from"] else one["name"]
     if one["step_s"] is None:
         return name, f"over {show_seconds(one['order_s'])}", "", "none found", ""
     how = [what for what, does in (("evictions", one["evicts"]), ("recomputation", one["recomputes"])) if does]

@@ -18,7 +18,7 @@ from bpipe.plan.grid import head, num_fitting, rows
 from bpipe.schedules import Plan
 from bpipe.tools.arguments import add_plan, costs_given, costs_of, plan_of, within_budget
 from bpipe.tools.balancing import balance_notes
-from bpipe.tools.summary import peak_bytes_of, unknown_of
+from bpipe.tools.summary import peak_bytes_of, slots_note, unknown_of
 from bpipe.tools.terminal import Result, console
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> Result:
 
 def _shown(plan: Plan, args: argparse.Namespace) -> list[str | Text]:
     lines = _window(plan, args.first, args.columns)
-    said = [*balance_notes(plan), *unknown_of(plan, is_balanced_here=args.budget is not None)]
+    for_people = slots_note([plan]) if sys.stdout.isatty() else []  # a file gets the plan's own text
+    said = [*for_people, *balance_notes(plan), *unknown_of(plan, is_balanced_here=args.budget is not None)]
     return [head(plan), *said, *(map(_coloured, lines) if sys.stdout.isatty() else lines)]
 
 
