@@ -17,7 +17,7 @@ import pytest
 from bpipe.extras import EXTRAS
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_OURS = (".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+NOT_OURS = (".git", ".venv", "runs", "build", "dist", "site", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 
 
 def run(*command: object, cwd: Path = ROOT) -> str:
@@ -47,7 +47,7 @@ def test_few_modules_know_a_make_of_device() -> None:
 
 
 def test_style() -> None:
-    folders = [name for name in ("bpipe", "tests", "examples", "benchmarks", "setup.py") if (ROOT / name).exists()]
+    folders = [name for name in ("bpipe", "tests", "examples", "benchmarks", "docs", "setup.py") if (ROOT / name).exists()]
     run(sys.executable, "-m", "ruff", "check", *folders)
 
 

@@ -1,0 +1,48 @@
+"""What mkdocs calls while it builds the site: pages are generated, the navigation is completed, links into the repository led."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from docs.making import repository
+
+ENDINGS = (".md", ".ipynb", ".html")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made of the code, and list in the navigation what is there."""
+    for uri, path in repository.pages().items():
+        files.append(File.generated(config, uri, content=repository.content(path)))
+    named = [*_names(config.nav)]
+    config.nav = _there(config.nav, [uri for uri in files.src_uris if uri.endswith(ENDINGS)], named)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Lead links that leave docs/ to the pages of the repository's files."""
+    return repository.led(markdown, page.file.src_uri)
+
+
+def _names(nav: Any) -> Any:
+    """Yield the files that the navigation names."""
+    for entry in nav:
+        value = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        yield from [value] if isinstance(value, str) else _names(value)
+
+
+def _there(nav: Any, uris: list[str], named: list[str]) -> list[Any]:
+    """Return the navigation without files that do not exist, `folder/*` replaced by the folder's other files."""
+    kept: list[Any] = []
+    for entry in nav:
+        title, value = next(iter(entry.items())) if isinstance(entry, dict) else (None, entry)
+        if not isinstance(value, str):
+            kept += [{title: inner}] if (inner := _there(value, uris, named)) else []
+        elif value.endswith("*"):
+            kept += sorted(uri for uri in uris if fnmatch(uri, value) and uri not in named)
+        elif value in uris:
+            kept.append(entry)
+    return kept
