@@ -20,7 +20,7 @@ TAKES = r"(?:\$ )?(?:[A-Z_]+=\S+ +)*(?:\.venv/bin/)?(?:bpipe|make|pip|python3?|t
 
 
 def is_of_commands(block: Block) -> bool:
-    return block.language in SHELLS and re.match(TAKES, block.code) is not None or block.language in SHELLS[:-1]
+    return (block.language in SHELLS and re.match(TAKES, block.code) is not None) or block.language in SHELLS[:-1]
 
 
 def takes_long(block: Block) -> bool:
