@@ -8,7 +8,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from docs.making import gallery, reference, repository
+from docs.making import gallery, proofs, reference, repository
 
 ENDINGS = (".md", ".ipynb", ".html")
 
@@ -24,7 +24,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Lead links that leave docs/ to the pages of the repository's files."""
+    """Put in what is made of the code, and lead links that leave docs/ to the pages of the repository's files."""
+    markdown = markdown.replace("<!-- made: rules of the verifier -->", proofs.table())
     return repository.led(markdown, page.file.src_uri)
 
 
@@ -43,7 +44,7 @@ def _there(nav: Any, uris: list[str], named: list[str]) -> list[Any]:
         if not isinstance(value, str):
             kept += [{title: inner}] if (inner := _there(value, uris, named)) else []
         elif value.endswith("*"):
-            kept += sorted(uri for uri in uris if fnmatch(uri, value) and uri not in named)
+            kept += [uri for uri in uris if fnmatch(uri, value) and uri not in named]
         elif value in uris:
             kept.append(entry)
     return kept

@@ -97,6 +97,7 @@ class Public(NamedTuple):
 
     @property
     def value(self) -> Any:
+        """The object that it names."""
         return getattr(import_module(self.room), self.name)
 
 
