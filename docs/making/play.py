@@ -12,15 +12,15 @@ __all__ = ["build", "pages"]
 
 PAGE = """# Play with a plan
 
-Choose a schedule, the number of ranks and microbatches, times, sizes, a budget and a link, and see what they do to a step's time and to
-the memory of every rank. Compare two plans, and copy the Python that makes them.
+Choose a schedule, the number of ranks and microbatches, times, sizes, a budget and a link. See what they do to a step's time
+and to the memory of every rank. Compare two plans, and copy the Python that makes them.
 
 {link}
 
 The page runs bpipe's own planner and simulator in your browser, with Pyodide. It needs no server, and sends nothing anywhere.
 """
 LINK = '<a class="md-button md-button--primary" href="play/index.html">Open the page</a>'
-MISSING = "This copy of the site was built where there is no `npm`, so it lacks the page. Install Node.js, and run `make docs` again."
+MISSING = "This copy of the site was built without `npm`, so it lacks the page. Install Node.js, and run `make docs` again."
 
 
 def pages() -> dict[str, str]:
