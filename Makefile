@@ -5,7 +5,7 @@ STAGES ?= 4
 VENV := .venv
 READY := $(VENV)/.ready
 TRAINERS := .venv-trainers
-PATHS := bpipe tests examples benchmarks setup.py
+PATHS := bpipe tests examples benchmarks docs setup.py
 
 # Processes of one machine talk over its loopback interface, by address: no name is looked up.
 LOOPBACK := $(if $(filter Darwin,$(shell uname)),lo0,lo)
@@ -13,7 +13,7 @@ TORCHRUN := $(VENV)/bin/torchrun --nnodes 1 --nproc-per-node $(STAGES) \
 	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-trainers bench gpu lint clean
+.PHONY: help train test test-all test-trainers bench gpu docs lint clean
 
 help: ## Show this help
 	@echo "usage: make <target>"
@@ -40,12 +40,15 @@ bench: $(READY) ## Measure what bpipe costs beside its alternatives, all studies
 gpu: $(READY) ## Run on this machine's GPUs what takes one, ten minutes at most, into bpipe-gpu.md, to be pasted into an issue
 	$(VENV)/bin/python -m bpipe gpu $(ARGS)
 
+docs: $(READY) ## Build the documentation's site into site/; open site/index.html from disk
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict $(ARGS)
+
 lint: $(READY) ## Check style and types only
 	$(VENV)/bin/ruff check $(wildcard $(PATHS))
 	$(VENV)/bin/mypy
 
 clean: ## Remove what builds and tests leave; .venv, .venv-trainers and runs/ stay
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -not -path './$(TRAINERS)/*' -prune -exec rm -rf {} +
 
 $(READY): setup.py pyproject.toml bpipe/extras.py

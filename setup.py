@@ -23,8 +23,10 @@ def readme() -> str:
 NAMES = said_by("extras.py")
 EXTRAS = NAMES["EXTRAS"]
 EXAMPLES = [*EXTRAS["cli"], *EXTRAS["plot"], "scikit-learn>=1.4", "transformers>=5"]
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"]
 TEST = [
     *EXAMPLES,
+    *DOCS,
     *EXTRAS["search"],
     "build>=1.2",
     "hypothesis>=6.100",
@@ -51,7 +53,7 @@ setup(
     entry_points={"console_scripts": ["bpipe = bpipe.tools.cli:main"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.11", "numpy"],
-    extras_require={**EXTRAS, "examples": EXAMPLES, "test": TEST},
+    extras_require={**EXTRAS, "examples": EXAMPLES, "docs": [*EXTRAS["plot"], *DOCS], "test": TEST},
     keywords=[
         *("pytorch", "distributed training", "pipeline parallelism", "activation memory", "activation offloading", "p2p"),
         *("1F1B", "interleaved", "virtual stages", "zero bubble", "BPipe"),

@@ -17,7 +17,7 @@ import pytest
 from bpipe.extras import EXTRAS
 
 ROOT = Path(__file__).resolve().parent.parent
-NOT_OURS = (".git", ".venv*", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
+NOT_OURS = (".git", ".venv*", "runs", "build", "dist", "site", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 
 
 def run(*command: object, cwd: Path = ROOT) -> str:
@@ -47,7 +47,7 @@ def test_few_modules_know_a_make_of_device() -> None:
 
 
 def test_style() -> None:
-    folders = [name for name in ("bpipe", "tests", "examples", "benchmarks", "setup.py") if (ROOT / name).exists()]
+    folders = [name for name in ("bpipe", "tests", "examples", "benchmarks", "docs", "setup.py") if (ROOT / name).exists()]
     run(sys.executable, "-m", "ruff", "check", *folders)
 
 
@@ -99,7 +99,7 @@ def test_no_file_names_a_machine() -> None:
 
 def test_what_the_pages_name_is_there() -> None:
     """A row of a table names the test that shows it: the file exists."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     path = re.compile(r"`((?:tests|examples|docs|benchmarks|bpipe)/[\w./]+)")
     named = {name for page in pages for name in path.findall(page.read_text())}
     assert len(named) > 50

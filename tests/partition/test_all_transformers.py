@@ -79,7 +79,7 @@ def test_classes(request: pytest.FixtureRequest) -> None:
     assert sum(one.kind == NOT_BUILT for one in found) < 0.1 * len(found)
     if are_all:
         text = page(found, len(known) - len(names), transformers.__version__)
-        PATH.write_text(text + "".join(PATH.read_text().partition(IN_SLICES)[1:]))  # which another sweep writes
+        PATH.write_text(text + "\n" + "".join(PATH.read_text().partition(IN_SLICES)[1:]))  # which another sweep writes
     if f"transformers {transformers.__version__} " in PATH.read_text():  # what is not built depends on other packages
         listed = right_of(PATH.read_text())
         assert [one for one in found if (f"`{one.name}`" in listed) != (one.kind == RIGHT)] == []
