@@ -99,7 +99,7 @@ def test_no_file_names_a_machine() -> None:
 
 def test_what_the_pages_name_is_there() -> None:
     """A row of a table names the test that shows it: the file exists."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     path = re.compile(r"`((?:tests|examples|docs|benchmarks|bpipe)/[\w./]+)")
     named = {name for page in pages for name in path.findall(page.read_text())}
     assert len(named) > 50
