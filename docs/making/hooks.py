@@ -8,15 +8,16 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from docs.making import repository
+from docs.making import gallery, reference, repository
 
 ENDINGS = (".md", ".ipynb", ".html")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made of the code, and list in the navigation what is there."""
-    for uri, path in repository.pages().items():
-        files.append(File.generated(config, uri, content=repository.content(path)))
+    made = {uri: repository.content(path) for uri, path in repository.pages().items()}
+    for uri, content in (made | gallery.pages() | gallery.pictures() | reference.pages()).items():
+        files.append(File.generated(config, uri, content=content))
     named = [*_names(config.nav)]
     config.nav = _there(config.nav, [uri for uri in files.src_uris if uri.endswith(ENDINGS)], named)
     return files
