@@ -1,7 +1,7 @@
 """A tutorial's programs and commands run from top to bottom in an empty folder, and print what the page says they print.
 
 A comment `<!-- run by tests/test_tutorials.py -->` stands before each block that this test runs: a program, which is saved under
-the last `name.py` that the text above it has, or commands. A block `text` after commands is their output. Processes print in any
+the last `name.py` that the text above it has (lines of an `examples/name.py` have to be in it, in this order), or commands. A block `text` after commands is their output. Processes print in any
 order and times differ, so each line has to be somewhere in what is printed, but for numbers that are measured in seconds. Two
 processes' lines may run into one. `...` stands for any lines.
 """
@@ -22,7 +22,7 @@ from tests.thinned import thinned
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "<!-- run by tests/test_tutorials.py -->\n\n"
 BLOCK = re.compile(r"(?:^<!-- run by tests/test_tutorials\.py -->\n\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SAVED_AS = re.compile(r"`(\w+\.py)`")
+NAMED = re.compile(r"`((?:examples/)?\w+\.py)`")
 VARIES = re.compile(r"[\d.]+(?: (?:µs|ms|s)\b|%)|(?<=loss )[\d.]+")
 TABLE = re.compile(r"^[\s─]*$")
 PAGES = {path.stem: path for path in sorted((ROOT / "docs" / "tutorials").glob("*.md")) if MARK in path.read_text()}
@@ -59,6 +59,16 @@ def run(words: list[str], folder: Path) -> str:
     return done.stdout
 
 
+def use(name: str, code: str, folder: Path) -> None:
+    """Save a program, or find the lines of an example in it."""
+    if not name.startswith("examples/"):
+        (folder / name).write_text(code)
+        return
+    lines = iter([line.strip() for line in (ROOT / name).read_text().splitlines()])
+    shown = [line.strip() for line in code.splitlines() if line.strip() not in ("", "...")]
+    assert not [line for line in shown if line not in lines], name
+
+
 @pytest.mark.parametrize("name", thinned(PAGES, lambda name: name in QUICK))
 def test_tutorial(name: str, tmp_path: Path) -> None:
     text, printed = PAGES[name].read_text(), ""
@@ -68,7 +78,7 @@ def test_tutorial(name: str, tmp_path: Path) -> None:
             assert not missing(code, printed), f"the programs do not print\n{missing(code, printed)}\nbut\n{printed}"
         elif block[0].startswith(MARK):
             if language == "python":
-                (tmp_path / SAVED_AS.findall(text[: block.start()])[-1]).write_text(code)
+                use(NAMED.findall(text[: block.start()])[-1], code, tmp_path)
             else:
                 printed = "".join(run(words, tmp_path) for words in commands(code))
 
