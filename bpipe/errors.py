@@ -23,43 +23,151 @@ __all__ = [
 
 
 class BPipeError(Exception):
-    """Base class of every error that bpipe raises on purpose."""
+    """Base class of every error that bpipe raises on purpose.
+
+    Example:
+        >>> from bpipe.schedules import build
+        >>> try:
+        ...     build("no such schedule", num_stages=4, num_microbatches=8)
+        ... except BPipeError as error:
+        ...     print(type(error).__name__)
+        ConfigurationError
+    """
 
 
 class ConfigurationError(BPipeError, ValueError):
-    """An argument that cannot work: a wrong stage index, a batch that does not divide, a missing target."""
+    """An argument that cannot work: a wrong stage index, a batch that does not divide, a missing target.
+
+    Example:
+        >>> from bpipe.schedules import build
+        >>> try:
+        ...     build("interleaved_1f1b", num_stages=8, num_microbatches=6, num_ranks=4)
+        ... except ValueError as error:  # a ConfigurationError is one
+        ...     print(error)
+        interleaved_1f1b takes a multiple of p microbatches: 6 on p = 4 ranks do not fit, 8 would
+    """
 
 
 class FillError(BPipeError, RuntimeError):
-    """A fill job raised an error, took more time or bytes than it was given, or kept more bytes than it said."""
+    """A fill job raised an error, took more time or bytes than it was given, or kept more bytes than it said.
+
+    Example:
+        >>> def train(step):
+        ...     try:
+        ...         return step()
+        ...     except RuntimeError as error:
+        ...         return str(error)
+        >>> def fail():
+        ...     raise FillError("the fill job took 3 s, of the 1 s that it was given")
+        >>> train(fail)
+        'the fill job took 3 s, of the 1 s that it was given'
+    """
 
 
 class PlanError(BPipeError, ValueError):
-    """A plan that breaks a rule, or text that does not describe a plan."""
+    """A plan that breaks a rule, or text that does not describe a plan.
+
+    Example:
+        >>> from bpipe.schedules import Plan
+        >>> try:
+        ...     Plan.from_text("no plan")
+        ... except PlanError as error:
+        ...     print(type(error).__name__)
+        PlanError
+    """
 
 
 class BudgetError(PlanError):
-    """A memory budget that no placement of evictions meets; the message names the smallest one that works."""
+    """A memory budget that no placement of evictions meets; the message names the smallest one that works.
+
+    Example:
+        >>> from bpipe.schedules import build
+        >>> try:
+        ...     build("1f1b", num_stages=4, num_microbatches=8, slots=2)
+        ... except BudgetError as error:
+        ...     print(type(error).__name__)
+        BudgetError
+    """
 
 
 class StageError(BPipeError, RuntimeError):
-    """The user's module or loss returned a value that a pipeline cannot use."""
+    """The user's module or loss returned a value that a pipeline cannot use.
+
+    Example:
+        >>> import torch
+        >>> from bpipe import Loopback, OneFOneB, PipelineStage
+        >>> stage = PipelineStage(torch.nn.Linear(4, 4), 0, 1, "cpu", group=Loopback(1).rank(0))
+        >>> schedule = OneFOneB(stage, n_microbatches=2, loss_fn=lambda output, target: "no loss")
+        >>> try:
+        ...     schedule.step(torch.zeros(4, 4), target=torch.zeros(4, 4))
+        ... except StageError as error:
+        ...     print(type(error).__name__)
+        StageError
+    """
 
 
 class SavedTensorError(StageError):
-    """A tensor that autograd saved was changed in place, or used while its bytes were on another rank."""
+    """A tensor that autograd saved was changed in place, or used while its bytes were on another rank.
+
+    Example:
+        >>> def train(step):
+        ...     try:
+        ...         return step()
+        ...     except StageError as error:
+        ...         return str(error)
+        >>> def fail():
+        ...     raise SavedTensorError("a saved tensor was changed in place")
+        >>> train(fail)
+        'a saved tensor was changed in place'
+    """
 
 
 class CommError(BPipeError, RuntimeError):
-    """A transfer failed, or a message differs from the one that the ranks agreed on."""
+    """A transfer failed, or a message differs from the one that the ranks agreed on.
+
+    Example:
+        >>> def train(step):
+        ...     try:
+        ...         return step()
+        ...     except CommError as error:
+        ...         return "close the schedule, and make a new one"
+        >>> def fail():
+        ...     raise TransferError("the connection ended")
+        >>> train(fail)
+        'close the schedule, and make a new one'
+    """
 
 
 class TransferError(CommError):
-    """A backend ended a transfer. Usually another rank caused this, and bpipe raises that rank's error instead if it knows it."""
+    """A backend ended a transfer. Usually another rank caused this, and bpipe raises that rank's error instead if it knows it.
+
+    Example:
+        >>> def train(step):
+        ...     try:
+        ...         return step()
+        ...     except CommError as error:
+        ...         return str(error)
+        >>> def fail():
+        ...     raise TransferError("the connection of forward messages from rank 0 to 1 ended")
+        >>> train(fail)
+        'the connection of forward messages from rank 0 to 1 ended'
+    """
 
 
 class AgreementError(CommError):
-    """The ranks of a pipeline do not agree on what they are about to run."""
+    """The ranks of a pipeline do not agree on what they are about to run.
+
+    Example:
+        >>> def train(step):
+        ...     try:
+        ...         return step()
+        ...     except AgreementError as error:
+        ...         return "make the same call on all ranks; the next step is exact"
+        >>> def fail():
+        ...     raise AgreementError("the ranks disagree on n_microbatches")
+        >>> train(fail)
+        'make the same call on all ranks; the next step is exact'
+    """
 
 
 class RankFailedError(CommError):
@@ -70,6 +178,11 @@ class RankFailedError(CommError):
         step: that rank's step number; -1 if unknown.
         action: the action that it was running, such as "1F2"; empty if unknown, or if it ran none.
         error: the type and text of its error.
+
+    Example:
+        >>> error = RankFailedError("rank 1 failed in step 3", rank=1, step=3, action="1F2", error="ValueError: boom")
+        >>> error.rank, error.action, isinstance(error, CommError)
+        (1, '1F2', True)
     """
 
     def __init__(self, message: str, *, rank: int = -1, step: int = -1, action: str = "", error: str = "") -> None:
@@ -78,15 +191,47 @@ class RankFailedError(CommError):
 
 
 class RankLostError(RankFailedError):
-    """Another rank's process or machine ended without reporting an error."""
+    """Another rank's process or machine ended without reporting an error.
+
+    Example:
+        >>> error = RankLostError("rank 1 was lost", rank=1)
+        >>> error.rank, isinstance(error, RankFailedError)
+        (1, True)
+    """
 
 
 class TransferTimeoutError(CommError, TimeoutError):
-    """A rank waited longer than the pipeline's timeout; the message names that rank and shows what every rank was doing."""
+    """A rank waited longer than the pipeline's timeout; the message names that rank and shows what every rank was doing.
+
+    Example:
+        >>> def train(step):
+        ...     try:
+        ...         return step()
+        ...     except TimeoutError as error:
+        ...         return str(error)
+        >>> def fail():
+        ...     raise TransferTimeoutError("rank 0 has waited 600.0 s")
+        >>> train(fail)
+        'rank 0 has waited 600.0 s'
+    """
 
 
 class PipelineBrokenError(BPipeError, RuntimeError):
-    """A call on a pipeline that an earlier error has broken; build a new one over the same process group."""
+    """A call on a pipeline that an earlier error has broken; build a new one over the same process group.
+
+    Example:
+        >>> import torch
+        >>> from bpipe import Loopback, OneFOneB, PipelineStage
+        >>> stage = PipelineStage(torch.nn.Linear(4, 4), 0, 1, "cpu", group=Loopback(1).rank(0))
+        >>> schedule = OneFOneB(stage, n_microbatches=2, loss_fn=lambda output, target: 1 / 0)
+        >>> for attempt in range(2):
+        ...     try:
+        ...         schedule.step(torch.zeros(4, 4), target=torch.zeros(4, 4))
+        ...     except (ZeroDivisionError, PipelineBrokenError) as error:
+        ...         print(type(error).__name__)
+        ZeroDivisionError
+        PipelineBrokenError
+    """
 
 
 # What a terminal obeys or reorders instead of showing it: C0 controls but tab and newline, DEL, C1, marks and overrides of the

@@ -53,7 +53,19 @@ class OneFOneB(Schedule):
 
 
 class GPipe(Schedule):
-    """GPipe: all forwards, then all backwards; every rank holds m microbatches (Huang et al., arXiv 1811.06965)."""
+    """GPipe: all forwards, then all backwards; every rank holds m microbatches (Huang et al., arXiv 1811.06965).
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(4)
+        >>> stages = [PipelineStage(nn.Linear(4, 4), rank, 4, "cpu", loopback.rank(rank)) for rank in range(4)]
+        >>> schedules = [GPipe(stage, 8, loss_fn=nn.functional.mse_loss) for stage in stages]
+        >>> loopback.step(schedules, torch.zeros(8, 4), target=torch.zeros(8, 4)).shape
+        torch.Size([8, 4])
+        >>> [int(schedule.stats["peak_slots"]) for schedule in schedules]
+        [8, 8, 8, 8]
+    """
 
     rule = "gpipe"
 
@@ -67,6 +79,17 @@ class BalancedOneFOneB(Schedule):
     `Balanced` counts bytes instead.
 
     Arguments, methods and errors are `Schedule`'s.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(4)
+        >>> stages = [PipelineStage(nn.Linear(4, 4), rank, 4, "cpu", loopback.rank(rank)) for rank in range(4)]
+        >>> schedules = [BalancedOneFOneB(stage, 8, loss_fn=nn.functional.mse_loss) for stage in stages]
+        >>> loopback.step(schedules, torch.zeros(8, 4), target=torch.zeros(8, 4)).shape
+        torch.Size([8, 4])
+        >>> [int(schedule.stats["peak_slots"]) for schedule in schedules]
+        [3, 3, 2, 3]
     """
 
     rule = "balanced_1f1b"
@@ -79,13 +102,36 @@ class ZBH1(Schedule):
     be split into gradients of inputs and of weights without extra work, such as custom autograd Functions, recomputed and compiled
     regions, are not split. A hook on a tensor inside a stage may run in both passes; its result counts once, and a hook that
     changes its gradient in place is refused. `retain_grad()` on such a tensor may add its gradient up twice.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(4)
+        >>> stages = [PipelineStage(nn.Linear(4, 4), rank, 4, "cpu", loopback.rank(rank)) for rank in range(4)]
+        >>> schedules = [ZBH1(stage, 8, loss_fn=nn.functional.mse_loss) for stage in stages]
+        >>> loopback.step(schedules, torch.zeros(8, 4), target=torch.zeros(8, 4)).shape
+        torch.Size([8, 4])
+        >>> [int(schedule.stats["peak_slots"]) for schedule in schedules]
+        [4, 4, 4, 4]
     """
 
     rule = "zb_h1"
 
 
 class ZBH2(Schedule):
-    """ZB-H2: ZB-H1 with more forwards first, and up to 2p-1 microbatches on a rank, so that no rank waits in between."""
+    """ZB-H2: ZB-H1 with more forwards first, and up to 2p-1 microbatches on a rank, so that no rank waits in between.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(4)
+        >>> stages = [PipelineStage(nn.Linear(4, 4), rank, 4, "cpu", loopback.rank(rank)) for rank in range(4)]
+        >>> schedules = [ZBH2(stage, 8, loss_fn=nn.functional.mse_loss) for stage in stages]
+        >>> loopback.step(schedules, torch.zeros(8, 4), target=torch.zeros(8, 4)).shape
+        torch.Size([8, 4])
+        >>> [int(schedule.stats["peak_slots"]) for schedule in schedules]
+        [7, 7, 7, 7]
+    """
 
     rule = "zb_h2"
 
@@ -152,13 +198,38 @@ class Seq1F1B(_Slices):
     """Seq1F1B: 1F1B over slices of each microbatch's sequence (Sun et al., arXiv 2406.03488).
 
     With k slices, rank x of p holds at most (k+p-1-x)/k microbatches, and the bubble is 1F1B's divided by k; with one, it is 1F1B.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> class Layer(nn.Linear):
+        ...     def forward(self, x, past=()):  # of a slice, and what it returned for the slices before; it needs nothing of them
+        ...         return super().forward(x), None
+        >>> stage = PipelineStage(Layer(4, 4), 0, 1, "cpu", group=Loopback(1).rank(0))
+        >>> schedule = Seq1F1B(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss, slices=2)
+        >>> x = torch.zeros(2, 6, 4)  # two sequences of six positions: two microbatches of two slices each
+        >>> schedule.step(x, target=x).shape
+        torch.Size([2, 6, 4])
     """
 
     rule = "seq_1f1b"
 
 
 class TeraPipe(_Slices):
-    """TeraPipe: GPipe over slices of each microbatch's sequence; every rank holds m microbatches (Li et al., arXiv 2102.07988)."""
+    """TeraPipe: GPipe over slices of each microbatch's sequence; every rank holds m microbatches (Li et al., arXiv 2102.07988).
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> class Layer(nn.Linear):
+        ...     def forward(self, x, past=()):  # of a slice, and what it returned for the slices before; it needs nothing of them
+        ...         return super().forward(x), None
+        >>> stage = PipelineStage(Layer(4, 4), 0, 1, "cpu", group=Loopback(1).rank(0))
+        >>> schedule = TeraPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss, slices=2)
+        >>> x = torch.zeros(2, 6, 4)  # two sequences of six positions: two microbatches of two slices each
+        >>> schedule.step(x, target=x).shape
+        torch.Size([2, 6, 4])
+    """
 
     rule = "tera_pipe"
 
@@ -336,6 +407,15 @@ class BreadthFirst(_Stages):
 
     Stage s is on rank s mod p. Stages under FSDP2 (`fully_shard`) gather their weights at most twice per step and reduce their
     gradients once, for any number of microbatches. Arguments are `Schedule`'s, except `stages`, the list of this rank's stages.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(2)
+        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, r + 2)] for r in range(2)]
+        >>> schedules = [BreadthFirst(of_rank, 4, loss_fn=nn.functional.mse_loss) for of_rank in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
     """
 
     rule = "breadth_first"
@@ -346,19 +426,48 @@ class ZBV(_Stages):
 
     Rank x holds stages x and 2p-1-x, so rank 0 the first and the last: it takes the target, and returns losses and outputs.
     Every rank holds at most min(p, m) microbatches. Arguments are `Schedule`'s, except `stages`, this rank's two stages.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(2)
+        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
+        >>> schedules = [ZBV(of_rank, 4, loss_fn=nn.functional.mse_loss) for of_rank in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
     """
 
     rule = "zbv"
 
 
 class VHalf(_Stages):
-    """V-Half: half of 1F1B's memory, (p+2)//2 microbatches on every rank, placed as in `ZBV` (Qi et al., arXiv 2405.15362)."""
+    """V-Half: half of 1F1B's memory, (p+2)//2 microbatches on every rank, placed as in `ZBV` (Qi et al., arXiv 2405.15362).
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(2)
+        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
+        >>> schedules = [VHalf(of_rank, 4, loss_fn=nn.functional.mse_loss) for of_rank in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
 
     rule = "v_half"
 
 
 class VMin(_Stages):
-    """V-Min: a third of 1F1B's memory, (p+4)//3 microbatches on every rank, placed as in `ZBV` (Qi et al., arXiv 2405.15362)."""
+    """V-Min: a third of 1F1B's memory, (p+4)//3 microbatches on every rank, placed as in `ZBV` (Qi et al., arXiv 2405.15362).
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(2)
+        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
+        >>> schedules = [VMin(of_rank, 4, loss_fn=nn.functional.mse_loss) for of_rank in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
 
     rule = "v_min"
 
@@ -393,13 +502,41 @@ class BitPipe(_Stages):
 
 
 class BitPipeReordered(_Stages):
-    """`BitPipe` whose units of p microbatches are mixed: shorter steps for m > p, with p/4 - 1/2 more microbatches on a rank."""
+    """`BitPipe` whose units of p microbatches are mixed: shorter steps for m > p, with p/4 - 1/2 more microbatches on a rank.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback, model = Loopback(2), [nn.Linear(4, 4) for _ in range(4)]
+        >>> def stage(index, rank):
+        ...     module = nn.Linear(4, 4)
+        ...     module.load_state_dict(model[index % 4].state_dict())
+        ...     return PipelineStage(module, index, 8, "cpu", loopback.rank(rank), directions=2)
+        >>> held = ([0, 3, 5, 6], [1, 2, 4, 7])
+        >>> ranks = [BitPipeReordered([stage(s, r) for s in held[r]], 2, nn.functional.mse_loss) for r in range(2)]
+        >>> loopback.step(ranks, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
 
     rule = "bitpipe_reordered"
 
 
 class BitPipeZB(_Stages):
-    """`BitPipe` with backwards in halves: the weights' half fills the waits that are left, within p microbatches on a rank."""
+    """`BitPipe` with backwards in halves: the weights' half fills the waits that are left, within p microbatches on a rank.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback, model = Loopback(2), [nn.Linear(4, 4) for _ in range(4)]
+        >>> def stage(index, rank):
+        ...     module = nn.Linear(4, 4)
+        ...     module.load_state_dict(model[index % 4].state_dict())
+        ...     return PipelineStage(module, index, 8, "cpu", loopback.rank(rank), directions=2)
+        >>> held = ([0, 3, 5, 6], [1, 2, 4, 7])
+        >>> ranks = [BitPipeZB([stage(s, r) for s in held[r]], 2, nn.functional.mse_loss) for r in range(2)]
+        >>> loopback.step(ranks, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
 
     rule = "bitpipe_zb"
 
@@ -409,6 +546,19 @@ class Chimera(_Stages):
 
     Of 2p stages on p ranks, p even, stages 0 to p-1 are the model, and stage s + p is the twin of stage s, on rank p-1-s. All else
     is as for `BitPipe`.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback, model = Loopback(2), [nn.Linear(4, 4) for _ in range(2)]
+        >>> def stage(index, rank):
+        ...     module = nn.Linear(4, 4)
+        ...     module.load_state_dict(model[index % 2].state_dict())
+        ...     return PipelineStage(module, index, 4, "cpu", loopback.rank(rank), directions=2)
+        >>> held = ([0, 3], [1, 2])
+        >>> ranks = [Chimera([stage(s, r) for s in held[r]], 2, nn.functional.mse_loss) for r in range(2)]
+        >>> loopback.step(ranks, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
     """
 
     rule = "chimera"
@@ -419,6 +569,15 @@ class DualPipeV(_Stages):
 
     With `overlapped=True` it runs forwards side by side with backwards in its steady state, the same pairs as torch's; how it does
     is up to `overlap`. Without, they run one after the other. The other arguments are `Schedule`'s, except `stages`, a list of two.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(2)
+        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
+        >>> schedules = [DualPipeV(of_rank, 4, loss_fn=nn.functional.mse_loss) for of_rank in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
     """
 
     rule = "dualpipe_v"

@@ -57,6 +57,21 @@ class Schedule:
     Raises:
         ConfigurationError: the arguments cannot work together, or there is no process group.
         BudgetError: `slots` cannot be met; the message names the smallest number that can.
+
+    Example:
+        A class of your own for a rule by its name:
+
+        >>> from torch import nn
+        >>> class Plain(Schedule):
+        ...     rule = "1f1b"
+        >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, "cpu", group=Loopback(1).rank(0))
+        >>> schedule = Plain(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        >>> losses = []
+        >>> schedule.step(torch.zeros(4, 4), target=torch.zeros(4, 4), losses=losses).shape, len(losses)
+        (torch.Size([4, 4]), 2)
+        >>> schedule.eval(torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+        >>> schedule.close()
     """
 
     rule: str

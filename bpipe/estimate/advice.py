@@ -46,6 +46,12 @@ class Candidate:
         idle_s: seconds in which each rank waits for others.
         fillable_s: of these, the seconds that a fill job would use whose pieces take a tenth of a forward.
         idle_free_bytes: for each rank the least that its device has free while it waits, beside what is set aside.
+
+    Example:
+        >>> from bpipe import advise
+        >>> best = advise("gpt3-1.3b", device="a100-80gb", num_stages=4, batch=8).candidates[0]
+        >>> best.schedule, best.num_stages, best.fits
+        ('1f1b', 4, True)
     """
 
     schedule: str
@@ -123,6 +129,12 @@ class Advice:
         reserved_bytes: of these, set aside.
         link_bytes_per_s: between ranks of a node; None if unlimited.
         assumptions: what all of this rests on.
+
+    Example:
+        >>> from bpipe import advise
+        >>> advice = advise("gpt3-1.3b", device="a100-80gb", num_stages=4, batch=8)
+        >>> advice.decision
+        'no need'
     """
 
     title: str

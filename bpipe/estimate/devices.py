@@ -37,6 +37,10 @@ class Device:
 
     Raises:
         ConfigurationError: a number is not positive.
+
+    Example:
+        >>> Device(name="mine", memory_bytes=24 * 2**30, flops_per_s=100e12, link_bytes_per_s=25e9).name
+        'mine'
     """
 
     name: str

@@ -29,6 +29,10 @@ class Execution:
 
     Raises:
         ConfigurationError: a name is unknown, or t is not positive.
+
+    Example:
+        >>> Execution(attention="flash", recomputation="selective", tensor_parallel=4).precision
+        'bf16'
     """
 
     attention: str = "flash"

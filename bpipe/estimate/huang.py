@@ -33,6 +33,13 @@ class Estimate:
         bubble_factor: what the bubble leaves of the speed.
         speed_up: E4, their product.
         assumptions: in words.
+
+    Example:
+        >>> from bpipe import advise
+        >>> asked = {"num_stages": 8, "batch": 16, "tensor_parallel": 4, "recomputations": ["none"], "microbatch_sizes": [1, 2]}
+        >>> advice = advise("gpt3-96b", device="a100-80gb", efficiency={1: 0.33, 2: 0.47}, **asked)
+        >>> round(advice.estimate.stage_ratio, 2), round(advice.estimate.bubble_factor, 2)
+        (1.42, 0.77)
     """
 
     microbatch_sizes: tuple[int, int]

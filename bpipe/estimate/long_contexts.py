@@ -73,6 +73,13 @@ class UnevenHalves:
         times: the step over what a rank computes in it.
         slices: k.
         sliced_times: the same of `seq_1f1b` with k slices of equal cost.
+
+    Example:
+        >>> halves = UnevenHalves(
+        ...     schedule="zb_h1", forward_s=1.0, input_s=2.0, weight_s=0.5, period_s=4.0, times=1.25, slices=4, sliced_times=1.05
+        ... )
+        >>> halves.period_s
+        4.0
     """
 
     schedule: str

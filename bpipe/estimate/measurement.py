@@ -35,6 +35,14 @@ class Measurement:
 
     Raises:
         ConfigurationError: a value is not a number or negative, more bytes are movable than saved, or a forward takes no time.
+
+    Example:
+        >>> one = Measurement(
+        ...     microbatch_size=1, own_bytes=1000, movable_bytes=900, shared_bytes=0, output_bytes=100, input_gradient_bytes=100,
+        ...     forward_s=0.01, backward_s=0.02,
+        ... )
+        >>> one.own_bytes - one.movable_bytes  # stays on its rank
+        100
     """
 
     microbatch_size: int
@@ -88,6 +96,13 @@ class Profile:
 
     Raises:
         ConfigurationError: a value is not a number or negative, a part is larger than the whole, or there is no measurement.
+
+    Example:
+        >>> import torch
+        >>> from bpipe import profile
+        >>> measured = profile(torch.nn.Linear(4, 4), torch.zeros(1, 4), microbatch_sizes=[1, 2])
+        >>> measured.num_parameters, [one.microbatch_size for one in measured.measurements]
+        (20, [1, 2])
     """
 
     name: str

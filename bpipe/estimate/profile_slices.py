@@ -69,9 +69,12 @@ def profile_slices(
     What the module itself raises is passed on, with a note that names the slice.
 
     Example:
-        measured = bpipe.profile_slices(stage, torch.randn(1, 32768, 4096, device="cuda"))
-        print(measured)
-        lengths = slice_lengths(32768, measured.seconds, num_stages=8, num_microbatches=16, multiple_of=128)
+        >>> class Layer(torch.nn.Linear):
+        ...     def forward(self, x, past=()):
+        ...         return super().forward(x), None
+        >>> measured = profile_slices(Layer(8, 8), torch.zeros(1, 16, 8), lengths=[8, 16], repeats=1)
+        >>> measured.seconds(8, 8) > 0
+        True
     """
     check_measurable(stage_module, example, repeats, "profile_slices")
     check_takes_slices(stage_module, "the stage")

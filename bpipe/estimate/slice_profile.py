@@ -30,6 +30,10 @@ class SliceMeasurement:
 
     Raises:
         ConfigurationError: a value is not a number, or negative.
+
+    Example:
+        >>> SliceMeasurement(length=512, context=1536, forward_s=0.01, backward_s=0.02).length
+        512
     """
 
     length: int

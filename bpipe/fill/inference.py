@@ -40,6 +40,16 @@ class Inference(Pieces):
 
     Raises:
         ConfigurationError: there is no layer or no batch.
+
+    Example:
+        >>> import torch
+        >>> outputs = []
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).eval()
+        >>> job = Inference(model, [torch.zeros(2, 4)] * 3, on_output=outputs.append)  # then: schedule.fill = job
+        >>> while not job.is_over:
+        ...     _ = job.step(seconds=60.0, num_bytes=2**30)  # what a schedule calls while its rank waits
+        >>> len(outputs)
+        3
     """
 
     def __init__(

@@ -30,6 +30,17 @@ class Job:
             They take their part of the budget at all times, too.
         grace_s: seconds by which a piece may take longer than it was given before that is an error. All ranks fail then, even
             if the piece never returns.
+
+    Example:
+        >>> class Count(Job):
+        ...     name, on_error, calls = "counter", "stop", 0
+        ...
+        ...     def step(self, seconds, num_bytes):
+        ...         self.calls += 1
+        ...         return 0.0  # the seconds that it took; None if no piece fits
+        >>> job = Count()
+        >>> job.step(0.1, 2**20), job.calls
+        (0.0, 1)
     """
 
     name: str = ""

@@ -33,6 +33,13 @@ class OptimizerSteps(Job):
 
     Raises:
         ConfigurationError: a parameter is in optimizers of two stages.
+
+    Example:
+        >>> from torch import nn
+        >>> stage = nn.Linear(4, 4)
+        >>> steps = OptimizerSteps({0: torch.optim.SGD(stage.parameters(), lr=0.1)})  # stage 0 is on this rank
+        >>> steps.name  # then: schedule.fill = steps
+        'optimizer steps'
     """
 
     held_bytes = None  # states of optimizers count as the rank's own

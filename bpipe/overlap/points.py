@@ -66,6 +66,13 @@ def all_to_all(
 
     Raises:
         StageError: the other half has failed.
+
+    Example:
+        In a module that sends rows of `x` to experts on the ranks of `group`::
+
+            def forward(self, x):
+                here = all_to_all(x, group)
+                return all_to_all(self.experts(here), group)
     """
     exchanged: torch.Tensor = _AllToAll.apply(tensor, group, output_splits, input_splits)  # type: ignore[no-untyped-call]
     return exchanged

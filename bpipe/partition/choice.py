@@ -28,6 +28,14 @@ class StageChoice:
         rank_bytes: the most that each rank holds, static bytes included; messages between stages are not counted.
         step_s: the simulated step.
         slices: k, of each microbatch.
+
+    Example:
+        >>> from bpipe import choose_stages
+        >>> from bpipe.partition import LayerCost
+        >>> layers = [LayerCost(names=(f"layers.{i}",), forward_s=1.0 + (i == 5), backward_s=2.0) for i in range(6)]
+        >>> choice = choose_stages(layers, 3, 6)
+        >>> choice.stages[0], choice.forward_s
+        (('layers.0', 'layers.1'), (2.0, 2.0, 3.0))
     """
 
     stages: tuple[tuple[str, ...], ...]

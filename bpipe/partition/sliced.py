@@ -42,9 +42,14 @@ def sliced_transformer(stage: nn.Module, *, prove: bool = True) -> nn.Module:
         ConfigurationError: slices of such a model compute something else than whole sequences, or nothing proves that they do not.
 
     Example:
-        parts = bpipe.split_transformer(LlamaForCausalLM(config), 4)
-        stage = bpipe.PipelineStage(bpipe.slices.sliced_transformer(parts[rank]), rank, 4, device)
-        schedule = bpipe.Seq1F1B(stage, 16, loss_fn=loss, slices=4)
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from bpipe import split_transformer
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+        >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+        >>> stage = sliced_transformer(split_transformer(model, 2)[0])
+        >>> output, state = stage(torch.zeros(1, 4, dtype=torch.long))
+        >>> output.shape
+        torch.Size([1, 4, 16])
     """
     config = shrunk(stage.config) if prove and hasattr(stage, "config") else None  # before its attention is replaced
     sliced = in_slices(stage)

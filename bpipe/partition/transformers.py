@@ -60,10 +60,13 @@ def split_transformer(
             stages do not make up the whole model.
 
     Example:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=8))
-        stage = bpipe.PipelineStage(bpipe.split_transformer(model, 4)[rank], rank, 4, device)
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+        >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+        >>> first, second = split_transformer(model, 2)
+        >>> second(first(torch.zeros(1, 4, dtype=torch.long))).shape
+        torch.Size([1, 4, 32])
     """
     parts = _cut(model, stages)
     if prove:
@@ -125,8 +128,11 @@ def transformer_layers(model: nn.Module) -> list[tuple[str, ...]]:
         ConfigurationError: the model cannot be cut this way.
 
     Example:
-        layers = bpipe.measure_layers(model, input_ids, {"use_cache": False}, layers=bpipe.transformer_layers(model))
-        parts = bpipe.split_transformer(model, bpipe.choose_stages(layers, num_stages=4, num_microbatches=8).stages)
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+        >>> model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+        >>> transformer_layers(model)[1]
+        ('model.layers.0',)
     """
     outline = _outline(model)
     return [group for group in (outline.before, *((name,) for name in outline.layers), outline.after) if group]

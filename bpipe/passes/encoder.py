@@ -46,6 +46,12 @@ def with_encoder(plan: Plan, pieces: int, costs: Costs, *, rank: int = 0, most: 
     Raises:
         ConfigurationError: the plan has slices, two directions or skips, `pieces` or `rank` is not valid, the costs do not fit, or
             with `most` microbatches the model's first stage would wait for ever.
+
+    Example:
+        >>> from bpipe.schedules import build, finish
+        >>> costs = Costs(forward_s=[0.1, 0.2, 1.0, 1.0, 1.0, 1.0])  # two pieces of the encoder, four stages
+        >>> finish(with_encoder(build("1f1b", 4, 8), pieces=2, costs=costs)).stages_of(0)
+        [0, 1, 2]
     """
     if plan.slices > 1 or plan.directions > 1 or plan.skips or plan.overlapped or plan.paths or not plan.has_backward:
         raise ConfigurationError("an encoder takes a training plan of whole microbatches, in one direction, without skips or pairs")

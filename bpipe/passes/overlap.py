@@ -25,6 +25,13 @@ def overlap(plan: Plan) -> Plan:
 
     Raises:
         PlanError: the plan has skips or pieces, or its computations wait for each other in a cycle even without pairs.
+
+    Example:
+        >>> from bpipe.schedules import build, finish
+        >>> print(finish(overlap(build("1f1b", 2, 3))))
+        1f1b: 2 stages, 3 microbatches, peak slots 2 1
+        rank 0 | F0  ..  ..  ..  (F1 B0  b0) ..  ..  ..  (F2 B1  b1) ..  ..  ..  B2  b2
+        rank 1 | ..  F0  B0  b0  ..  ..  ..  F1  B1  b1  ..  ..  ..  F2  B2  b2  ..  ..
     """
     base = without_transfers(plan)
     if plan.skips or any(action.part for lane in base.actions for action in lane):

@@ -14,7 +14,12 @@ __all__ = ["Action", "Channel", "Op", "Purpose"]
 
 
 class Op(StrEnum):
-    """An operation. Each transfer is started by one operation and completed by the one with the prefix `WAIT_`."""
+    """An operation. Each transfer is started by one operation and completed by the one with the prefix `WAIT_`.
+
+    Example:
+        >>> str(Action(Op.EVICT, stage=0, microbatch=2)), Op("F") is Op.F
+        ('0EVICT2', True)
+    """
 
     F = "F"  # forward
     B = "B"  # full backward
@@ -60,7 +65,12 @@ START_OF = {wait: start for start, wait in WAIT_OF.items()}
 
 
 class Purpose(StrEnum):
-    """The kind of data that a channel carries."""
+    """The kind of data that a channel carries.
+
+    Example:
+        >>> [purpose.name for purpose in Purpose][:2]
+        ['FORWARD', 'BACKWARD']
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -72,7 +82,12 @@ class Purpose(StrEnum):
 
 
 class Channel(NamedTuple):
-    """A first-in-first-out queue from one rank to another, for one purpose."""
+    """A first-in-first-out queue from one rank to another, for one purpose.
+
+    Example:
+        >>> Action(Op.SEND_F, stage=0, microbatch=3, peer=1).channel(rank=0).purpose.name
+        'FORWARD'
+    """
 
     purpose: Purpose
     src: int

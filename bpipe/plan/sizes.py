@@ -25,6 +25,10 @@ class SkipSizes(NamedTuple):
         kept: those of them that are among the stage's saved bytes.
         joint: on the stage that makes it, those that are not saved, and lie in the message to the next stage as well.
         gradient: the bytes of its gradients.
+
+    Example:
+        >>> StageSizes(parts=(400,), skips=(SkipSizes(place=0, num_bytes=100),)).skips[0].num_bytes
+        100
     """
 
     place: int
@@ -63,6 +67,11 @@ class StageSizes:
     Raises:
         ConfigurationError: a negative number, or one of more than 256 TiB; no part, or more than 1023; a kept size larger
             than its message, a state larger than `fixed`, or a skip that is there twice or keeps more than it has.
+
+    Example:
+        >>> stage = StageSizes(parts=(300, 100), fixed=50, received=40, sent=40)
+        >>> sum(stage.parts) + stage.fixed  # what a microbatch saves
+        450
     """
 
     parts: tuple[int, ...]

@@ -152,6 +152,11 @@ def finish(plan: Plan) -> Plan:
 
     Raises:
         PlanError: the result breaks a rule.
+
+    Example:
+        >>> from bpipe.schedules import overlap
+        >>> finish(overlap(build("1f1b", 2, 2))).peak_slots
+        (2, 1)
     """
     try:
         finished = communicate(plan)

@@ -34,6 +34,11 @@ def check_rule(rule: Rule, num_ranks: int, num_microbatches: int) -> Plan:
     Raises:
         PlanError: the plan breaks a rule of the verifier, or a formula differs from it; the message has both numbers.
         ConfigurationError: the rule does not take these numbers.
+
+    Example:
+        >>> from bpipe.schedules import rules
+        >>> check_rule(rules()[1], num_ranks=4, num_microbatches=8).peak_slots
+        (4, 3, 2, 1)
     """
     stages_per_rank, directions = rule.default_stages_per_rank, rule.placement.directions
     plan = plan_by(rule, num_ranks * stages_per_rank, num_microbatches, num_ranks=num_ranks)

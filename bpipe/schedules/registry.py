@@ -54,6 +54,15 @@ def register(rule: Rule) -> Rule:
 
     Raises:
         ConfigurationError: this is not a rule, or another one has its name.
+
+    Example:
+        >>> from bpipe.schedules import Rule, build, names, rules
+        >>> one = next(rule for rule in rules() if rule.name == "1f1b")
+        >>> mine = register(Rule(name="mine", order=one.order))
+        >>> build("mine", num_stages=2, num_microbatches=4).peak_slots
+        (2, 1)
+        >>> unregister("mine") is mine, "mine" in names()
+        (True, False)
     """
     if not isinstance(rule, Rule):
         raise ConfigurationError(f"register() takes a bpipe.schedules.Rule, got {type(rule).__qualname__}: {rule!r:.80}")
@@ -73,6 +82,15 @@ def unregister(name: str) -> Rule:
 
     Raises:
         ConfigurationError: there is no such schedule, or it is one of bpipe's own.
+
+    Example:
+        >>> from bpipe.schedules import Rule, build, names, register, rules
+        >>> one = next(rule for rule in rules() if rule.name == "1f1b")
+        >>> mine = register(Rule(name="mine", order=one.order))
+        >>> build("mine", num_stages=2, num_microbatches=4).peak_slots
+        (2, 1)
+        >>> unregister("mine") is mine, "mine" in names()
+        (True, False)
     """
     rule = rule_named(name)
     if rule in OWN_RULES:
@@ -81,7 +99,12 @@ def unregister(name: str) -> Rule:
 
 
 def rules() -> tuple[Rule, ...]:
-    """Return the schedules that `build` knows, each with its placement, its memory and its bubble."""
+    """Return the schedules that `build` knows, each with its placement, its memory and its bubble.
+
+    Example:
+        >>> [(rule.name, rule.runs_as) for rule in rules()][:2]
+        [('gpipe', 'GPipe'), ('1f1b', 'OneFOneB')]
+    """
     _register_installed()
     return tuple(_RULES.values())
 
@@ -92,7 +115,12 @@ def added_rules() -> tuple[Rule, ...]:
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of the schedules that `build` knows."""
+    """Return the names of the schedules that `build` knows.
+
+    Example:
+        >>> names()[:3]
+        ('gpipe', '1f1b', 'balanced_1f1b')
+    """
     return tuple(rule.name for rule in rules())
 
 

@@ -30,6 +30,10 @@ class Link:
 
     Raises:
         ConfigurationError: a negative latency, or a bandwidth that is not positive.
+
+    Example:
+        >>> fast, slow = Link(bytes_per_s=450e9), Link(latency_s=5e-6, bytes_per_s=25e9)
+        >>> costs = Costs(forward_s=0.02, saved_bytes=2**30, link=fast, cross_link=slow, nodes=[0, 0, 1, 1])
     """
 
     latency_s: float = 0.0

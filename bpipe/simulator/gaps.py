@@ -21,6 +21,13 @@ class Gap(NamedTuple):
         begin_s: when it begins, in seconds since the step began.
         end_s: when it ends.
         num_bytes: what the rank's device holds meanwhile: static bytes, activations, buffers, and messages if they are known.
+
+    Example:
+        >>> from bpipe.schedules import Costs, build, gaps_of, simulate
+        >>> timeline = simulate(build("1f1b", 2, 2), Costs(forward_s=1.0))
+        >>> gap = gaps_of(timeline, 0)[0]
+        >>> gap.begin_s, gap.end_s
+        (2.0, 4.0)
     """
 
     begin_s: float
@@ -42,6 +49,13 @@ class Filling(NamedTuple):
         num_pieces: how many fit.
         least_bytes: the least that is free in a gap, of the bytes that the rank may hold.
         most_bytes: the most that is free in a gap.
+
+    Example:
+        >>> from bpipe.schedules import Costs, build, fill_gaps, simulate
+        >>> timeline = simulate(build("1f1b", 2, 2), Costs(forward_s=1.0))
+        >>> filling = fill_gaps(timeline, 0, 0.5)
+        >>> filling.idle_s, filling.used_s, filling.num_pieces
+        (3.0, 3.0, 6)
     """
 
     idle_s: float

@@ -18,7 +18,15 @@ __all__ = ["Holding", "Lane", "Span", "Timeline"]
 
 
 class Span(NamedTuple):
-    """An action and when it ran, in seconds since the step began."""
+    """An action and when it ran, in seconds since the step began.
+
+    Example:
+        >>> from bpipe.schedules import Costs, build, simulate
+        >>> timeline = simulate(build("1f1b", 2, 2), Costs(forward_s=1.0, saved_bytes=8))
+        >>> span = next(timeline.computations(0))
+        >>> str(span.action), span.seconds
+        ('0F0', 1.0)
+    """
 
     action: Action
     begin_s: float
@@ -50,6 +58,13 @@ class Lane:
         remote_buffer_bytes: activations that are counted throughout: the buffers for remote activations, and bytes that
             microbatches share.
         filled_s: the begin and the end of each piece of a fill job, one after the other; some may lie behind the step's end.
+
+    Example:
+        >>> from bpipe.schedules import Costs, build, simulate
+        >>> timeline = simulate(build("1f1b", 2, 2), Costs(forward_s=1.0, saved_bytes=8))
+        >>> lane = timeline.actions[0]
+        >>> lane.begin_s[0], lane.end_s[0], lane.activation_bytes[0]
+        (0.0, 1.0, 8)
     """
 
     begin_s: array[float]
@@ -74,6 +89,12 @@ class Holding(NamedTuple):
         begin_s: seconds since the step began.
         activation_bytes: saved activations: of the rank's own microbatches and of remote activations in its buffers.
         device_bytes: the total of its device: these, static bytes, and messages between stages.
+
+    Example:
+        >>> from bpipe.schedules import Costs, build, simulate
+        >>> timeline = simulate(build("1f1b", 2, 2), Costs(forward_s=1.0, saved_bytes=8))
+        >>> max(holding.activation_bytes for holding in timeline.memory(0))
+        16
     """
 
     begin_s: float

@@ -44,6 +44,11 @@ def causal_attention(
 
     Raises:
         StageError: the shapes do not fit.
+
+    Example:
+        >>> first, second = (torch.randn(1, 2, 3, 8) for _ in range(2))  # two slices of three positions, with two heads
+        >>> causal_attention(second, second, second, earlier=[(first, first)]).shape
+        torch.Size([1, 2, 3, 8])
     """
     for place, (keys, values) in enumerate([*earlier, (k, v)]):
         if not _fit(q, keys, values, is_own=place == len(earlier)) or keys.shape[1] != k.shape[1]:

@@ -32,6 +32,11 @@ class UpTo:
         rows: of a mask of queries and keys, the dimension of the queries, of which a slice gets its own: `UpTo(3, rows=2)` of
             [batch, heads, queries, keys]. True, or a number that is not very low, says that a key is seen, and none may be seen
             that lies behind the slice's end.
+
+    Example:
+        A padding mask [batch, positions] of a schedule with slices:
+
+        >>> kwargs_slice_spec = {"attention_mask": UpTo(1)}
     """
 
     def __init__(self, dim: int = SEQUENCE, *, rows: int | None = None) -> None:

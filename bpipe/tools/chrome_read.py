@@ -56,6 +56,16 @@ def load_trace(path: str | os.PathLike[str]) -> list[Timeline]:
         ConfigurationError: a file is not a trace that bpipe wrote, or a damaged one; or the files of a folder do not belong
             together, or one is missing.
         OSError: there is nothing to read.
+
+    Example:
+        >>> import tempfile
+        >>> from bpipe.schedules import Costs, build, simulate
+        >>> from bpipe.tools.chrome import save_trace
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_trace([simulate(build("1f1b", 2, 4), Costs(forward_s=0.1))], f"{folder}/step.json")
+        ...     (step,) = load_trace(f"{folder}/step.json")
+        >>> round(step.makespan_s, 3)
+        1.5
     """
     path = Path(path)
     if not path.is_dir():

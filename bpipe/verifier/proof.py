@@ -76,6 +76,16 @@ def verify(plan: Plan) -> None:
 
     Raises:
         PlanError: every violation of every rule (the first 20 in full), with the place of the first one.
+
+    Example:
+        >>> from bpipe.schedules import build
+        >>> text = build("1f1b", 2, 2).to_text()
+        >>> verify(Plan.from_text(text))
+        >>> try:
+        ...     verify(Plan.from_text(text.replace("1F0 1RECV_F1 1B0", "1B0 1RECV_F1 1F0")))
+        ... except PlanError as error:
+        ...     print(str(error).splitlines()[0])
+        plan '1f1b' breaks 1 rule: 1B0 stands before 1F0
     """
     violations = sorted(violations_of(plan), key=lambda violation: _TURN[violation.rule])
     if violations:

@@ -25,31 +25,31 @@ REFERENCE = "1f1b"
 
 INDEX = """# Schedules, drawn
 
-A schedule says in which order the ranks of a pipeline run forwards and backwards. It decides how long ranks wait (the bubble), and how
-many microbatches' activations a rank holds at a time (the peak). Each schedule below has a page with its grid, a timeline, its memory on
-every rank, and what it costs beside 1F1B.
+A schedule says in which order the ranks of a pipeline run forwards and backwards. It decides how long ranks wait (the
+bubble), and how many microbatches' activations a rank holds at a time (the peak). Each schedule below has a page with its
+grid, a timeline, its memory on every rank, and what it costs beside 1F1B.
 
-In the formulas p is the number of ranks, m of microbatches, v of stages per rank (virtual stages), and x is a rank. F and B are the times
-that a rank's stages take for a microbatch's forward and backward, I and W those of the backward's two halves (for the inputs and for the
-weights). k is the number of slices of a microbatch. `bpipe schedules` prints the same table.
+In the formulas p is the number of ranks, m of microbatches, v of stages per rank (virtual stages), and x is a rank. F and B
+are the times that a rank's stages take for a microbatch's forward and backward, I and W those of the backward's two halves
+(for the inputs and for the weights). k is the number of slices of a microbatch. `bpipe schedules` prints the same table.
 
 {table}
 
-The same figures for {p} ranks and {m} microbatches, relative to 1F1B, where I and W take as long as F and transfers take no time:
+The same figures for {p} ranks and {m} microbatches, relative to 1F1B, where I and W take as long as F and transfers take no
+time:
 
 {figures}
 
-"A rank holds" counts microbatches through all stages of a rank. [bpipe chooses](../choosing.md) among all of these for your model, your
-machines and your memory; `bpipe compare` shows any two of them on one time axis. [Write your own](../schedules.md) in about 15 lines.
-"""
+"A rank holds" counts microbatches through all stages of a rank. [bpipe chooses](../choosing.md) among all of these for your
+model, your machines and your memory; `bpipe compare` shows any two of them on one time axis. [Write your
+own](../schedules.md) in about 15 lines. """
 
 PAGE = """# {cls}
 
 {what}
 
-| | |
-|---|---|
 | class | [`bpipe.{cls}`](../reference/schedules.md#bpipe.{cls}) |
+|---|---|
 | name | `{name}`, for `build`, `bpipe show` and the other commands |
 | source | {title} |
 | stages | {placement} |
@@ -71,8 +71,8 @@ These figures are simulated for {p} ranks and {m} microbatches, where I and W ta
 {grid}
 ```
 
-A number is a microbatch, and a column the time of a stage's forward. F is a forward, B a backward, which takes two columns (`B0 b0`). I
-and W are a backward's two halves, for the inputs and for the weights. {cells}
+A number is a microbatch, and a column the time of a stage's forward. F is a forward, B a backward, which takes two columns
+(`B0 b0`). I and W are a backward's two halves, for the inputs and for the weights. {cells}
 
 ```bash
 {show}
@@ -82,8 +82,8 @@ and W are a backward's two halves, for the inputs and for the weights. {cells}
 
 ![Timeline of {name}: when each rank computes and sends, and how much it holds](../gallery/{name}.svg)
 
-Every row is a rank; time goes to the right. The strip below a rank is what it holds at that moment. Here a microbatch takes {forward_ms} ms
-for its forward in a rank's stages and saves 1 GiB there, and links carry 100 GB/s.
+Every row is a rank; time goes to the right. The strip below a rank is what it holds at that moment. Here a microbatch takes
+{forward_ms} ms for its forward in a rank's stages and saves 1 GiB there, and links carry 100 GB/s.
 
 ```bash
 {simulate}
@@ -199,7 +199,7 @@ def _advice(rule: Rule) -> list[str]:
     lines = []
     if rule.name != REFERENCE:
         longer = "as long as" if abs(step - 1) < 0.005 else f"{step:.2f} times as long as"
-        lines.append(f"A step takes {longer} one of 1F1B. At its peak the fullest rank holds {_held(peak)}; in 1F1B it is {_held(most)}.")
+        lines.append(f"A step takes {longer} one of 1F1B. The fullest rank holds up to {_held(peak)}; in 1F1B, {_held(most)}.")
     lines.append(_summary(rule, step, peak, most))
     if max(own.peaks) - min(own.peaks) > 1:
         lines.append("Ranks hold different amounts: `Balanced` moves what is too much on one to others.")
@@ -209,9 +209,9 @@ def _advice(rule: Rule) -> list[str]:
         lines.append(f"Ranks send {own.messages / one.messages:.1f} times as many messages as in 1F1B, so it takes a faster link.")
     plan = _plan(rule, *COUNTED)
     if any(plan.served):
-        lines.append("It takes a link that carries a microbatch's activations within a forward; a slower one makes the step longer.")
+        lines.append("It needs a link that carries a microbatch's activations within a forward. A slower one lengthens the step.")
     if any(action.op is Op.W for action in plan.compute(0)):
-        lines.append("It runs backwards in two halves. What cannot be split, such as a compiled or recomputed region, runs in the first.")
+        lines.append("Backwards run in two halves. What cannot be split, such as a compiled region, runs in the first.")
     if rule.placement.directions > 1:
         lines.append(
             "Each stage exists twice, and with it weights, gradients and optimizer states: [two directions](../two-directions.md)."
@@ -230,11 +230,11 @@ def _advice(rule: Rule) -> list[str]:
 def _summary(rule: Rule, step: float, peak: float, most: float) -> str:
     """Return the sentence that decides."""
     if rule.name == REFERENCE:
-        return "Use it to begin with: few messages, one stage per rank, and any number of microbatches. The others are measured by it."
+        return "Use it to begin with: few messages, one stage per rank, any number of microbatches. Others are compared with it."
     if rule.local:
-        return "Use it where a stage may be trained without those behind it. Then no rank waits for a gradient, or holds more than one."
+        return "Use it where a stage may be trained without those behind it. No rank waits for a gradient."
     if peak >= COUNTED[1] and step > 0.995:
-        return "Use it with few microbatches: every rank holds all of them at once. In return each stage runs them one after another."
+        return "Use it with few microbatches: every rank holds all of them at once."
     shorter, less = step < 0.995, peak < most - 0.25
     if shorter and not peak > most + 0.25:
         return "Use it for shorter steps" + (" in less memory." if less else ", which take no more memory.")

@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from docs.making import gallery, reference, repository
-
-ENDINGS = (".md", ".ipynb", ".html")
+from docs.making import gallery, notebook, proofs, reference, repository
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made of the code, and list in the navigation what is there."""
     made = {uri: repository.content(path) for uri, path in repository.pages().items()}
+    notebooks = [uri for uri in files.src_uris if uri.endswith(".ipynb")]
+    made |= {f"{uri.removesuffix('.ipynb')}.md": notebook.page(Path(config.docs_dir, uri)) for uri in notebooks}
     for uri, content in (made | gallery.pages() | gallery.pictures() | reference.pages()).items():
         files.append(File.generated(config, uri, content=content))
     named = [*_names(config.nav)]
-    config.nav = _there(config.nav, [uri for uri in files.src_uris if uri.endswith(ENDINGS)], named)
+    config.nav = _there(config.nav, [uri for uri in files.src_uris if uri.endswith((".md", ".html"))], named)
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Lead links that leave docs/ to the pages of the repository's files."""
+    """Put in what is made of the code, and lead links that leave docs/ to the pages of the repository's files."""
+    markdown = markdown.replace("<!-- made: rules of the verifier -->", proofs.table())
+    markdown = re.sub(r"(?<=\]\()([^)\s:]+)\.ipynb(?=\))", r"\1.md", markdown)  # notebooks are pages
     return repository.led(markdown, page.file.src_uri)
 
 
@@ -43,7 +47,7 @@ def _there(nav: Any, uris: list[str], named: list[str]) -> list[Any]:
         if not isinstance(value, str):
             kept += [{title: inner}] if (inner := _there(value, uris, named)) else []
         elif value.endswith("*"):
-            kept += sorted(uri for uri in uris if fnmatch(uri, value) and uri not in named)
+            kept += [uri for uri in uris if fnmatch(uri, value) and uri not in named]
         elif value in uris:
             kept.append(entry)
     return kept

@@ -26,7 +26,10 @@ TOPICS = {
         "Schedules to train with",
         "A schedule takes this rank's stage, or a list of its stages, and runs training steps. All of them take the arguments of "
         "`Schedule`, and run on every rank in the same way. [The gallery](../gallery/index.md) draws them.",
-        ("bpipe.api.catalogue", "bpipe.api.balanced", "bpipe.api.schedule", "bpipe.relaxed.local_learning", "bpipe.torchtitan"),
+        (
+            *("bpipe.api.catalogue", "bpipe.api.balanced", "bpipe.api.schedule", "bpipe.relaxed.local_learning"),
+            *("bpipe.as_torch", "bpipe.torchtitan"),
+        ),
     ),
     "stages": Topic(
         "Stages, places, and all ranks in one process",
@@ -97,6 +100,7 @@ class Public(NamedTuple):
 
     @property
     def value(self) -> Any:
+        """The object that it names."""
         return getattr(import_module(self.room), self.name)
 
 

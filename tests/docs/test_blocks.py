@@ -22,7 +22,7 @@ from tests.docs.commands import is_of_commands, run, takes_long
 from tests.ranks import run_ranks
 
 PAGES = pages()
-OTHERS = ("ranks", "python", "text", "css", "html")
+OTHERS = ("ranks", "python", "text", "css", "html", "bibtex")
 PYTHON = [
     pytest.param(name, i, id=f"{name}-{i}", marks=pytest.mark.exhaustive if program.takes_long else ())
     for name, path in PAGES.items()

@@ -47,6 +47,10 @@ def join(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
     Args:
         pieces: tensors whose other dimensions are equal.
         dim: along which they are joined.
+
+    Example:
+        >>> join([torch.zeros(1, 3, 8), torch.ones(1, 2, 8)], dim=1).shape
+        torch.Size([1, 5, 8])
     """
     joined = torch.cat(list(pieces), dim)
     if torch.compiler.is_compiling():  # what a compiled region saves is its compiler's choice
