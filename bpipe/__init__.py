@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         FromPlan,
         GPipe,
         Interleaved1F1B,
+        InterleavedZeroBubble,
         OneFOneB,
         Seq1F1B,
         TeraPipe,
@@ -34,6 +35,26 @@ if TYPE_CHECKING:
     )
     from bpipe.api.loopback import Loopback
     from bpipe.api.schedule import Schedule
+    from bpipe.as_torch.bases import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
+    from bpipe.as_torch.csv_runtime import FromCSV, _PipelineScheduleRuntime
+    from bpipe.as_torch.frontends import (
+        Pipe,
+        SplitPoint,
+        TensorChunkSpec,
+        build_stage,
+        merge_chunks,
+        pipe_split,
+        pipeline,
+        split_args_kwargs_into_chunks,
+    )
+    from bpipe.as_torch.one_stage import Schedule1F1B, ScheduleGPipe
+    from bpipe.as_torch.several_stages import (
+        ScheduleDualPipeV,
+        ScheduleInterleaved1F1B,
+        ScheduleInterleavedZeroBubble,
+        ScheduleLoopedBFS,
+        ScheduleZBVZeroBubble,
+    )
     from bpipe.estimate.advisor import advise
     from bpipe.estimate.profile import profile
     from bpipe.estimate.profile_slices import profile_slices
@@ -77,6 +98,7 @@ __all__ = [
     "GPipe",
     "GradScaler",
     "Interleaved1F1B",
+    "InterleavedZeroBubble",
     "LocalBlock",
     "LocalLearning",
     "Loopback",
@@ -116,12 +138,35 @@ __all__ = [
     "yield_here",
 ]
 
+__all__ += [  # the names of torch.distributed.pipelining: docs/torch-pipelining.md
+    "FromCSV",
+    "Pipe",
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "SplitPoint",
+    "TensorChunkSpec",
+    "_PipelineScheduleRuntime",
+    "build_stage",
+    "get_schedule_class",
+    "merge_chunks",
+    "pipe_split",
+    "pipeline",
+    "split_args_kwargs_into_chunks",
+]
+
 OLDEST_TORCH = (2, 11)
 
 _NAMES = {  # of each module of bpipe
     "api.balanced": "Balanced",
     "api.catalogue": "BalancedOneFOneB BitPipe BitPipeReordered BitPipeZB BreadthFirst Chimera DualPipeV FromPlan GPipe "
-    "Interleaved1F1B OneFOneB Seq1F1B TeraPipe VHalf VMin ZBH1 ZBH2 ZBV",
+    "Interleaved1F1B InterleavedZeroBubble OneFOneB Seq1F1B TeraPipe VHalf VMin ZBH1 ZBH2 ZBV",
     "api.loopback": "Loopback",
     "api.schedule": "Schedule",
     "chooser.automatic": "auto",
@@ -152,6 +197,13 @@ _NAMES = {  # of each module of bpipe
     "training.loss": "share_loss",
     "training.scaler": "GradScaler",
     "training.tied": "TiedWeights",
+    "as_torch.bases": "PipelineScheduleMulti PipelineScheduleSingle get_schedule_class",
+    "as_torch.csv_runtime": "FromCSV _PipelineScheduleRuntime",
+    "as_torch.frontends": "Pipe SplitPoint TensorChunkSpec build_stage merge_chunks pipe_split pipeline "
+    "split_args_kwargs_into_chunks",
+    "as_torch.one_stage": "Schedule1F1B ScheduleGPipe",
+    "as_torch.several_stages": "ScheduleDualPipeV ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS "
+    "ScheduleZBVZeroBubble",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -38,7 +38,8 @@ def test_bytes_come_before_counts() -> None:
 
 def test_its_table_says_of_each_schedule_what_its_rule_says() -> None:
     """A row has the formulas of the rule, without the conditions that docs/table-of-schedules.md has."""
-    said = {rule.runs_as: (rule.peak_text, re.split(r" where |, transfers", rule.bubble_text)[0]) for rule in rules()}
+    formulas = {rule.runs_as: (rule.peak_text, rule.bubble_text) for rule in rules()}
+    said = {name: tuple(re.split(r" where |, transfers", text)[0] for text in texts) for name, texts in formulas.items()}
     rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in LINES if line.startswith("| `")]
     assert len(rows) > 5 and {row[0]: (row[2], row[3]) for row in rows}.items() <= said.items()
     assert f"All {len(said)} schedules" in TEXT
@@ -68,6 +69,15 @@ def trained(rank: int, sign: str) -> list[float]:
         schedule.close()
     weights: list[float] = names["part"].weight.flatten().tolist()
     return weights
+
+
+def test_it_links_to_what_is_there() -> None:
+    links = re.findall(r"\]\(([^)#:]+)(?:#([^)]+))?\)", TEXT)
+    pages = {path: (ROOT / path).read_text() for path, _ in links if path.endswith(".md") and (ROOT / path).exists()}
+    assert len(links) > 15 and not [path for path, _ in links if not (ROOT / path).exists()]
+    found = [(path, heading) for path, text in pages.items() for heading in re.findall(r"(?m)^#+ (.+)$", text)]
+    headings = {(path, heading.lower().replace(" ", "-")) for path, heading in found}
+    assert not [link for link in links if link[1] and link not in headings]
 
 
 def test_its_commands_name_what_is_there() -> None:

@@ -27,7 +27,7 @@ def test_arguments_are_those_of_torch() -> None:
         torch.device("cpu"),
         group,
     )
-    named = PipelineStage(submod=module, stage_index=1, num_stages=3, device="cpu", group=group)
+    named = PipelineStage(submodule=module, stage_index=1, num_stages=3, device="cpu", group=group)
     given = [{name: value for name, value in vars(one).items() if name != "_makeups"} for one in (named, stage)]
     assert given[0] == given[1]
     assert PipelineStage(module, 0, 1).group is None

@@ -110,6 +110,8 @@ class Balanced(Schedule):
         True
     """
 
+    _makes_plans = True
+
     def __init__(
         self,
         schedule: Schedule,

@@ -28,6 +28,7 @@ __all__ = [
     "FromPlan",
     "GPipe",
     "Interleaved1F1B",
+    "InterleavedZeroBubble",
     "OneFOneB",
     "Seq1F1B",
     "TeraPipe",
@@ -260,6 +261,8 @@ class FromPlan(_Slices):
         torch.Size([4, 4])
     """
 
+    is_single = False
+
     def __init__(
         self,
         stage: Any,
@@ -345,10 +348,10 @@ class _Stages(Schedule):
 class Interleaved1F1B(_Slices):
     """Interleaved 1F1B: v >= 2 stages per rank in a loop, stage s on rank s mod p (Narayanan et al., arXiv 2104.04473).
 
-    It takes a multiple of p microbatches, and with `slices=k`, which cuts these along their sequences, a multiple of p / gcd(p, k).
-    Arguments are `Seq1F1B`'s, except `stages`, the list of this rank's stages, which take whole microbatches by default, and
-    `overlapped`: whether forwards run side by side with backwards in the steady state, with one more forward ahead on each rank;
-    how they do is up to `overlap`.
+    It takes a multiple of p microbatches, or another number that divides into floor(m/p) rounds, as torch's does. With `slices=k`,
+    which cuts these along their sequences, it takes a multiple of p / gcd(p, k). Arguments are `Seq1F1B`'s, except `stages`, the
+    list of this rank's stages, which take whole microbatches by default, and `overlapped`: whether forwards run side by side with
+    backwards in the steady state, with one more forward ahead on each rank; how they do is up to `overlap`.
 
     Example:
         >>> from torch import nn
@@ -400,6 +403,16 @@ class Interleaved1F1B(_Slices):
             slow_s=slow_s,
             transfers_at_once=transfers_at_once,
         )
+
+
+class InterleavedZeroBubble(_Stages):
+    """Interleaved 1F1B whose backwards are split, with weight gradients where a rank would wait (Qi et al., arXiv 2401.10241).
+
+    The order of computations is that of torch's ScheduleInterleavedZeroBubble. With a multiple of p microbatches, every rank holds
+    at most p of them. Arguments are `Schedule`'s, except `stages`, the list of this rank's stages; hooks are as in `ZBH1`.
+    """
+
+    rule = "interleaved_zb"
 
 
 class BreadthFirst(_Stages):

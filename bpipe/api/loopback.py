@@ -105,7 +105,7 @@ class Loopback:
             The last stage's outputs.
         """
         sessions = [schedule.session for schedule in schedules]
-        return self._run(sessions, call_of(*args, **kwargs), [one.context.loss_fn is not None for one in sessions])
+        return self._run(sessions, call_of(*args, **kwargs), [one.context.trains for one in sessions])
 
     def eval(self, schedules: Sequence[HasSession], *args: Any, **kwargs: Any) -> Any:
         """Evaluate on all ranks: `schedules[r].eval(*args, **kwargs)` on each rank r."""

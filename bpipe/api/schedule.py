@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 import torch
 
 from bpipe.api.loopback import Loopback, LoopbackGroup
+from bpipe.api.torch_attributes import TorchAttributes
 from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.transport.base import Transport
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
 from bpipe.comm.transport.in_process import LoopbackTransport
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.memory.ledger import Ledger
-from bpipe.model.call import Call, Specs, call_of
+from bpipe.model.call import Call, Specs
 from bpipe.model.stage import PipelineStage, stages_of
 from bpipe.schedules import Plan, build
 from bpipe.schedules.by_name import check_counts
@@ -30,7 +31,7 @@ __all__ = ["Schedule"]
 T = TypeVar("T", float, float | None)
 
 
-class Schedule:
+class Schedule(TorchAttributes):
     """A pipeline schedule over the ranks of a group; subclasses name the rule.
 
     The interface is torch.distributed.pipelining's: the same loop runs with either. `step` and `eval` are collective over the
@@ -45,7 +46,9 @@ class Schedule:
             cut dimension 0 of every tensor and of anything else that holds samples, as docs/batches.md says.
         kwargs_chunk_spec: likewise for each keyword argument.
         output_merge_spec: the dimensions along which the outputs are concatenated; default 0.
-        scale_grads: scale the loss of each microbatch by 1/m, so that gradients are those of the mean and steps accumulate.
+        scale_grads: scale the loss of each microbatch by 1/m, so that gradients are those of the mean. What is in `.grad` already
+            stays, so that steps without `zero_grad()` in between add up; torch.distributed.pipelining divides that by m, too
+            (docs/torch-pipelining.md).
         slots: the most microbatches per rank, one number or one for each rank (None: no limit); ranks with more evict.
             Default: no limit, but ceil((p+2)/2) for `BalancedOneFOneB`.
         timeout_s: seconds that a rank waits for another one, in a transfer or at the start of a step, before the pipeline fails
@@ -102,7 +105,7 @@ class Schedule:
         stages = stages_of(stage)
         first = next(iter(stages.values()))
         specs = Specs.checked(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        self._skips = tuple(sorted(set(first.skips.values())))
+        self._skips, self._slots = tuple(sorted(set(first.skips.values()))), slots
         plan = self._make_plan(first.num_stages, first.num_stages // len(stages), n_microbatches, slots)
         slicing = self._make_slicing(plan, stages)
         self._check_directions(plan, first.directions)
@@ -121,11 +124,18 @@ class Schedule:
             once=group.loopback.once if isinstance(group, LoopbackGroup) else lambda asked, make: make(),
         )
         self._session: Session | None = Session(context, self._source)
+        for one in stages.values():
+            one.original.has_backward = loss_fn is not None
 
     def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
         """Build the plan that this schedule trains with."""
         given: dict[str, Any] = {"num_ranks": num_ranks, "slots": slots, "skips": self._skips, "overlapped": self._overlapped}
         return build(self.rule, num_stages, n_microbatches, **given)
+
+    def _plan_for(self, num_microbatches: int) -> Plan:
+        plan = self.plan
+        made = self._make_plan(plan.num_stages, plan.num_ranks, num_microbatches, self._slots)
+        return made if made.num_microbatches == num_microbatches else super()._plan_for(num_microbatches)
 
     def _make_slicing(self, plan: Plan, stages: Mapping[int, PipelineStage]) -> Slicing | None:
         """Return how microbatches are cut into slices; None if stages take them whole."""
@@ -202,15 +212,26 @@ class Schedule:
             PipelineBrokenError: an earlier step failed, the schedule is closed, or a step of it is running.
         """
         call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(call, is_training=self.session.context.loss_fn is not None)
+        return self._run(call, is_training=self.session.context.trains)
 
-    def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run the forwards alone, without a graph; also the losses if a target is given.
 
         It takes and returns the same as `step`. Collective over the pipeline; blocks the host. Modules stay
         in their present train or eval mode. The first evaluation makes and verifies its plan.
         """
-        call = call_of(*args, target=target, losses=losses, **kwargs)
+        call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(call, is_training=False)
 
     def close(self) -> None:

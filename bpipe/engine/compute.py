@@ -224,7 +224,10 @@ class Compute:
             inputs.note_owners(stash)
         with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
             if self._sequences is None:
-                output, left = self._stages[action.stage].submod(*inputs.args, **inputs.kwargs), list[torch.Tensor]()
+                stage = self._stages[action.stage]
+                output, left = stage.submod(*inputs.args, **inputs.kwargs), list[torch.Tensor]()
+                if stage.examples is not None:
+                    stage.compare_examples(inputs.args, output)
             else:
                 output, left = self._run(state, inputs, sets_hooks=stash is None)
             if inputs.borrowed or inputs.shared_skips:
@@ -306,9 +309,13 @@ class Compute:
 
     def _run(self, state: MicrobatchState, inputs: _Inputs, *, sets_hooks: bool) -> tuple[Any, list[torch.Tensor]]:
         """Run a stage's module; return its output, and the tensors that it leaves for later slices."""
-        submod, sequences = self._stages[state.stage].submod, self._sequences
+        stage, sequences = self._stages[state.stage], self._sequences
+        submod = stage.submod
         if sequences is None:
-            return submod(*inputs.args, **inputs.kwargs), []
+            output = submod(*inputs.args, **inputs.kwargs)
+            if stage.examples is not None:
+                stage.compare_examples(inputs.args, output)
+            return output, []
         with sequences.forward(state.name, self._parts[state.stage].modules, sets_hooks=sets_hooks) as casts:
             result = submod(*inputs.args, **inputs.kwargs)
         return sequences.take(result, state, casts)

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 import torch
 
 from bpipe.comm.health.agreement import MOST_STAGES
-from bpipe.comm.transport.process_group import group_of
+from bpipe.comm.transport.process_group import group_of, rank_and_size
 from bpipe.comm.wire.dtensor import mesh_among
 from bpipe.device import with_index
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.memory.makeup import Makeups
 from bpipe.model.cut import cut_of
+from bpipe.model.examples import NAMES, Example, Examples, examples_of, is_example
+from bpipe.model.of_torch_alone import STAGE, check_overrides, missing
 from bpipe.skips.routes import named_skips
 
 __all__ = ["PipelineStage"]
@@ -53,12 +55,17 @@ class PipelineStage:
     tensors, DTensors, None, numbers, strings, and tuples, lists and dicts of these.
 
     Args:
-        submod: the partition.
+        submodule: the partition; `stage.submod` afterwards.
         stage_index: its place, 0 to num_stages - 1.
         num_stages: stages in the pipeline.
         device: where it computes and receives; default: the device of its parameters.
+        input_args: an example of what the module gets in one microbatch, a tensor or a tuple of tensors, on any device. Shapes are
+            learned from the first real microbatch; an example is compared with it, once, on the rank that gave it.
+        output_args: likewise of what the module returns.
+        output_grads: accepted and not used: gradients are those of the outputs.
+        input_grads: likewise of the inputs.
         group: the process group of the pipeline's ranks (None: the default group), a `DeviceMesh` of one dimension such as
-            `mesh["pp"]`, or a rank of a `Loopback`.
+            `mesh["pp"]`, or a rank of a `Loopback`. It may also be given in fifth place, instead of `input_args`.
         dw_builder: for a module that defers the gradients of some of its weights itself, as torch's: the stage's backwards
             then run as a whole, `dw_builder()` is called behind each, and its result is called in that microbatch's W action,
             or at once if the schedule has none.
@@ -72,7 +79,7 @@ class PipelineStage:
 
     Raises:
         ConfigurationError: an index outside the pipeline, an argument that is not a module, a module that `split_model` made for
-            another stage, a skip to a stage that is not a later one, or a mesh of several dimensions.
+            another stage, a skip to a stage that is not a later one, an example that is no tensor, or a mesh of several dimensions.
 
     Example:
         >>> from torch import nn
@@ -83,19 +90,23 @@ class PipelineStage:
 
     def __init__(
         self,
-        submod: torch.nn.Module,
+        submodule: torch.nn.Module,
         stage_index: int,
         num_stages: int,
         device: torch.device | str | None = None,
+        input_args: Any = None,
+        output_args: Example = None,
+        output_grads: Any = None,
+        input_grads: Example = None,
         group: Any = None,
-        *,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: Callable[[tuple[str, ...], Any], Any] | None = None,
+        *,
         directions: int = 1,
         skips: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        if not isinstance(submod, torch.nn.Module):
-            raise ConfigurationError(f"a stage needs an nn.Module, got {type(submod).__qualname__}")
+        if not isinstance(submodule, torch.nn.Module):
+            raise ConfigurationError(f"a stage needs an nn.Module, got {type(submodule).__qualname__}")
         if not isinstance(num_stages, int) or num_stages < 1:
             raise ConfigurationError(f"num_stages={num_stages!r}: give a whole number of at least 1")
         if not isinstance(stage_index, int) or not 0 <= stage_index < num_stages:
@@ -106,18 +117,24 @@ class PipelineStage:
                 "them each"
             )
         depth = num_stages // directions
-        cut = cut_of(submod)
+        cut = cut_of(submodule)
         if cut is not None and cut[1:] != (stage_index % depth, depth):
             raise ConfigurationError(
                 f"the module is stage {cut.stage} of {cut.num_stages} of the model that it was cut from, "
                 f"but it was given as stage {stage_index % depth} of {depth}"
             )
-        self.submod = submod
+        given: dict[str, Any] = dict(zip(NAMES, (input_args, output_args, output_grads, input_grads)))
+        for name, value in given.items():
+            if not is_example(name, value):
+                given[name], group = None, _only_group(group, value, name)
+        self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.directions = directions
-        self.device = with_index(torch.device(device) if device is not None else _device_of(submod))
+        self.device = with_index(torch.device(device) if device is not None else _device_of(submodule))
         self.group = group_of(group)
+        self.has_backward = False  # whether the latest schedule made of it trains
+        self.examples: Examples | None = examples_of(given)  # until they are compared with the first microbatch
         self._get_mesh = get_mesh
         self.dw_builder = dw_builder
         self.skips = named_skips({} if skips is None else skips, depth)
@@ -138,6 +155,31 @@ class PipelineStage:
         except AttributeError as error:
             raise ConfigurationError(f"a schedule needs a PipelineStage, got {type(stage).__qualname__}") from error
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_overrides(cls, STAGE)
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(type(self).__name__, name, STAGE)
+
+    def clear_runtime_states(self) -> None:
+        """Do nothing: a stage keeps nothing between steps, whatever their shapes are."""
+
+    @property
+    def original(self) -> Any:
+        """The stage that the user made: this one, unless another library's was adopted."""
+        return self
+
+    @property
+    def group_rank(self) -> int:
+        """This process's number in the group; 0 without one."""
+        return rank_and_size(self.group)[0]
+
+    @property
+    def group_size(self) -> int:
+        """The number of processes in the group; 1 without one."""
+        return rank_and_size(self.group)[1]
+
     @property
     def is_first(self) -> bool:
         """Whether this stage gets the pipeline's inputs."""
@@ -147,6 +189,16 @@ class PipelineStage:
     def is_last(self) -> bool:
         """Whether this stage returns the pipeline's outputs."""
         return (self.stage_index + 1) % self._depth == 0
+
+    def compare_examples(self, args: Sequence[Any], output: Any) -> None:
+        """Compare the examples that were given with the first microbatch, and forget them.
+
+        Raises:
+            StageError: a shape or a dtype differs, or there are more or fewer tensors.
+        """
+        examples, self.examples = self.examples, None
+        if examples is not None:
+            examples.check(self.stage_index, args, output)
 
     def as_replica(self, replica: int, num_replicas: int) -> PipelineStage:
         """Return the stage as the one of a plan with paths, which counts the stages of all replicas; both have the same module."""
@@ -190,8 +242,12 @@ class _AdoptedStage(PipelineStage):
 
     def __init__(self, stage: Any) -> None:
         get_mesh = getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None)
-        super().__init__(stage.submod, stage.stage_index, stage.num_stages, stage.device, stage.group, get_mesh=get_mesh)
+        super().__init__(stage.submod, stage.stage_index, stage.num_stages, stage.device, group=stage.group, get_mesh=get_mesh)
         self._stage = stage
+
+    @property
+    def original(self) -> Any:
+        return self._stage
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("submod", "dw_builder") and "_stage" in self.__dict__:
@@ -217,6 +273,13 @@ def stages_of(given: Any) -> dict[int, PipelineStage]:
             "put each stage on one rank, and equally many on every rank"
         )
     return by_index
+
+
+def _only_group(group: Any, value: Any, name: str) -> Any:
+    """Return what was given in the place of `name`, where the group was in an earlier order of the arguments."""
+    if group is not None:
+        raise ConfigurationError(f"{name} is a {type(value).__qualname__}, and group= was given too: give one group")
+    return value
 
 
 def _device_of(module: torch.nn.Module) -> torch.device:

@@ -22,11 +22,14 @@ from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []
 
+EQUAL_ROUNDS = "a multiple of floor(m/p)"
+
 
 def order(num_ranks: int, num_microbatches: int, stages_per_rank: int, slices: int = 1, ahead: int = 0) -> list[list[Action]]:
     """Return each rank's forwards and backwards: p microbatches through each of its stages in turn, then the next p.
 
-    Of slices, lcm(p, k) go through a stage in turn: whole microbatches, and a multiple of p.
+    Where m is no multiple of p, m/floor(m/p) of them go in turn, as in torch.distributed.pipelining. Of slices it is lcm(p, k):
+    whole microbatches, and a multiple of p.
 
     Args:
         ahead: forwards that each rank runs before its first backward besides those that it must.
@@ -34,17 +37,31 @@ def order(num_ranks: int, num_microbatches: int, stages_per_rank: int, slices: i
     return [_lane(num_ranks, num_microbatches, stages_per_rank, x, slices, ahead) for x in range(num_ranks)]
 
 
+def at_once(p: int, m: int, k: int = 1) -> int:
+    """Return how many microbatches, or slices, go through a stage in turn."""
+    return lcm(p, k) if k > 1 else m // max(1, m // p)
+
+
+def turns(p: int, m: int, v: int, k: int = 1) -> list[tuple[int, int]]:
+    """Return the order in which a rank's stages, counted from 0, run microbatches forward, or slices."""
+    size = at_once(p, m, k)
+    return [(chunk, first + i) for first in range(0, m * k, size) for chunk in range(v) for i in range(size)]
+
+
 def _lane(p: int, m: int, v: int, x: int, k: int, ahead: int) -> list[Action]:
     last_first = backward_units(m, k)
-    at_once = lcm(p, k)
-    turns = [(chunk, first + i) for first in range(0, m * k, at_once) for chunk in range(v) for i in range(at_once)]
-    forwards = [Action(Op.F, chunk * p + x, i) for chunk, i in turns]
-    backwards = [Action(Op.B, (v - 1 - chunk) * p + x, last_first[i]) for chunk, i in turns]
-    return alternate(forwards, backwards, warmup=2 * (p - 1 - x) + (v - 1) * at_once + k - 1 + ahead)
+    forwards = [Action(Op.F, chunk * p + x, i) for chunk, i in turns(p, m, v, k)]
+    backwards = [Action(Op.B, (v - 1 - chunk) * p + x, last_first[i]) for chunk, i in turns(p, m, v, k)]
+    return alternate(forwards, backwards, warmup=2 * (p - 1 - x) + (v - 1) * at_once(p, m, k) + k - 1 + ahead)
+
+
+def in_equal_rounds(p: int, m: int) -> bool:
+    """Return whether m microbatches divide into floor(m/p) rounds: a multiple of p, any number up to 2p-1, and a few others."""
+    return m % max(1, m // p) == 0
 
 
 def _peak(p: int, m: int, v: int, x: int, k: int, ahead: int = 0) -> Fraction:
-    return Fraction(min((v - 1) * lcm(p, k) + 2 * (p - x) - 1 + k - 1 + ahead, m * v * k), v * k)
+    return Fraction(min((v - 1) * at_once(p, m, k) + 2 * (p - x) - 1 + k - 1 + ahead, m * v * k), v * k)
 
 
 def _pairs(p: int, m: int, v: int, k: int) -> frozenset[MicrobatchKey]:
@@ -59,11 +76,11 @@ def _rule(k: int = 1) -> Rule:
         placement=Placement.LOOPED,
         order=partial(order, slices=k),
         peak=partial(_peak, k=k),
-        peak_text="min(p + (p-2x-1)/v, m)" if k == 1 else "min(lcm(p,k)/k + (2(p-x-1)+k-lcm(p,k))/(k*v), m)",
-        bubble=lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / v / k,
-        bubble_text="(p-1)(F+B)/v" if k == 1 else "(p-1)(F+B)/(k*v)",
-        allows=lambda p, m: m * k % lcm(p, k) == 0,
-        allows_text="a multiple of p" if k == 1 else "a multiple of p/gcd(p,k)",
+        peak_text="min(p + (p-2x-1)/v, m) where p divides m" if k == 1 else "min(lcm(p,k)/k + (2(p-x-1)+k-lcm(p,k))/(k*v), m)",
+        bubble=lambda p, m, v, f, i, w: (p - 1 + (v - 1) * max(0, p - m if k == 1 else 0)) * (f + i + w) / v / k,
+        bubble_text="(p-1)(F+B)/v where m >= p" if k == 1 else "(p-1)(F+B)/(k*v)",
+        allows=lambda p, m: m * k % lcm(p, k) == 0 if k > 1 else in_equal_rounds(p, m),
+        allows_text=EQUAL_ROUNDS if k == 1 else "a multiple of p/gcd(p,k)",
         slices=k,
         sliced=_rule,
     )
@@ -76,7 +93,7 @@ def _rule(k: int = 1) -> Rule:
             bubble=None,
             bubble_text="not given",
             peak=partial(_peak, k=k, ahead=1),
-            peak_text="min(p + (p-2x)/v, m)" if k == 1 else "min(lcm(p,k)/k + (2(p-x)-1+k-lcm(p,k))/(k*v), m)",
+            peak_text="min(p + (p-2x)/v, m) where p divides m" if k == 1 else "min(lcm(p,k)/k + (2(p-x)-1+k-lcm(p,k))/(k*v), m)",
         ),
     )
 

@@ -21,6 +21,7 @@ OWN_RULES = (
     one_f_one_b.RULE,
     one_f_one_b.BALANCED,
     interleaved.RULE,
+    zero_bubble.INTERLEAVED,
     breadth_first.RULE,
     zero_bubble.H1,
     zero_bubble.H2,

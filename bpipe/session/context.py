@@ -45,6 +45,7 @@ class RankContext:
     memory: Memory = field(default_factory=Memory)  # the sizes and buffers of its microbatches
     # the plain numbers among its inputs, and which of them affect memory or messages
     numbers: CountedNumbers = field(default_factory=CountedNumbers)
+    only_evaluates: bool = False  # whether `step` runs no backward, although there is a loss
     held_bytes: int = 0  # the most bytes of gradients of earlier steps that a step has set aside, where twins exchange theirs
     lanes: Lanes = field(init=False)  # run its actions
     guard: Guard = field(init=False)  # lets its steps run one at a time, and refuses steps after an error
@@ -61,6 +62,11 @@ class RankContext:
     def modules(self) -> list[torch.nn.Module]:
         """Return the current modules of the stages."""
         return [stage.submod for stage in self.stages.values()]
+
+    @property
+    def trains(self) -> bool:
+        """Whether `step` runs backwards."""
+        return self.loss_fn is not None and not self.only_evaluates
 
     @property
     def group_rank(self) -> int:

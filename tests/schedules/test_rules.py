@@ -10,8 +10,10 @@ from math import ceil, floor, lcm
 from random import Random
 from time import process_time
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from bpipe.errors import ConfigurationError
 from bpipe.plan.collector import collector_paused
@@ -41,7 +43,7 @@ from bpipe.schedules.rule import Placement
 from tests.thinned import thinned
 
 RULES = {rule.name: rule for rule in rules()}
-HALVED = ("zb_h1", "zb_h2", "zbv", "v_half", "v_min")
+HALVED = ("zb_h1", "zb_h2", "interleaved_zb", "zbv", "v_half", "v_min")
 SIZES = [(p, m) for p in range(1, 8) for m in range(1, 2 * p + 3)]
 
 
@@ -172,14 +174,43 @@ def test_forwards_and_input_halves_are_in_torch_s_order(name: str, p: int, m: in
         assert ours == expected
 
 
+TORCH_NAMES = {"interleaved_1f1b": "Interleaved1F1B", "interleaved_zb": "InterleavedZeroBubble"}
+
+
+@pytest.mark.parametrize("name", TORCH_NAMES)
+@pytest.mark.parametrize(("p", "v"), list(product((1, 2, 3, 4, 6), (2, 3, 4))))
+def test_interleaved_orders_are_torch_s(name: str, p: int, v: int) -> None:
+    """For every m up to 3p+1 that either takes: both take the same."""
+    kind = getattr(schedules, f"Schedule{TORCH_NAMES[name]}")
+    for m in range(1, 3 * p + 2):
+        stage = mock.create_autospec(PipelineStage, instance=True, num_stages=p * v, group_size=p, group_rank=0, submod=None)
+        if not RULES[name].allows(p, m):
+            with pytest.raises(ValueError, match="number of rounds"):
+                kind([stage] * v, m)
+            continue
+        orders = kind([stage] * v, m).pipeline_order
+        plan = made(name, p, m, v)
+        for x in range(p):
+            assert list(map(str, plan.compute(x))) == [str(action) for action in orders[x] if action is not None], (m, x)
+
+
 # Peaks and bubbles.
+
+
+def r(p: int, m: int) -> int:
+    """Microbatches in a round: p, or as many more as a smaller number of equal rounds needs."""
+    return m // max(1, m // p)
 
 
 # FACTS.md: the fullest rank's peak in microbatches of all its stages, and the makespan bubble in units of a stage's forward.
 TABLE = {
     "gpipe": lambda p, m, v: (m, 3 * (p - 1)),
     "1f1b": lambda p, m, v: (min(p, m), 3 * (p - 1)),
-    "interleaved_1f1b": lambda p, m, v: (Fraction(min((v - 1) * p + 2 * p - 1, m * v), v), 3 * (p - 1)),
+    "interleaved_1f1b": lambda p, m, v: (
+        Fraction(min((v - 1) * r(p, m) + 2 * p - 1, m * v), v),
+        3 * (p - 1 + (v - 1) * max(0, p - m)),
+    ),
+    "interleaved_zb": lambda p, m, v: (Fraction(min((v - 1) * r(p, m) + p, m * v), v), p - 1),
     "breadth_first": lambda p, m, v: (m, 3 * (p - 1) + 3 * (v - 1) * max(0, p - m)),
     "zb_h1": lambda p, m, v: (min(p, m), p - 1),
     "zb_h2": lambda p, m, v: (min(2 * p - 1, m), p - 1),
@@ -346,7 +377,7 @@ def test_orders_take_a_time_near_to_linear() -> None:
             "takes two or more stages per rank, in a loop: 4 stages on 4 ranks do not fit, 8 would",
         ),
         (("interleaved_1f1b", 9, 8), 4, "9 stages on 4 ranks do not fit, 8 would"),
-        (("interleaved_1f1b", 8, 6), 4, "takes a multiple of p microbatches: 6 on p = 4 ranks do not fit, 8 would"),
+        (("interleaved_1f1b", 8, 9), 4, "takes a multiple of floor(m/p) microbatches: 9 on p = 4 ranks do not fit, 10 would"),
         (("dualpipe_v", 8, 7), None, "dualpipe_v takes 2p or more microbatches: 7 on p = 4 ranks do not fit, 8 would"),
         (("zbv", 8, 8), 0, "num_ranks=0"),
         (("zbv", 8, 8), "4", "num_ranks='4'"),
@@ -365,6 +396,7 @@ GRIDS = [
     (breadth_first, "breadth_first", 2, 4),
     (zero_bubble, "zb_h1", 4, 7),
     (zero_bubble, "zb_h2", 4, 7),
+    (zero_bubble, "interleaved_zb", 2, 4),
     (v_shape, "v_half", 4, 3),
     (v_shape, "v_min", 4, 3),
     (zbv, "zbv", 4, 4),
@@ -397,10 +429,11 @@ def test_formulas_for_people_are_those_that_are_computed(name: str) -> None:
     """The texts of docs/table-of-schedules.md, read as Python."""
     for p, m, k in product((3, 4, 7, 8), (8, 16, 21, 56), (1, 2, 5)):
         rule = RULES[name] if k == 1 or RULES[name].sliced is None else RULES[name].with_slices(k)
-        if m < p or not rule.allows(p, m):
+        peak_text, _, only = rule.peak_text.partition(" where ")
+        if m < p or not rule.allows(p, m) or (only == "p divides m" and m % p):
             continue
         v = rule.default_stages_per_rank
-        assert all(rule.peak(p, m, v, x) == read(rule.peak_text, p=p, m=m, v=v, x=x, k=k) for x in range(p))
+        assert all(rule.peak(p, m, v, x) == read(peak_text, p=p, m=m, v=v, x=x, k=k) for x in range(p))
         formula = re.split(r" where |, transfers", rule.bubble_text)[0].replace("at most ", "")
         found, told = rule.bubble(p, m, v, 3.0, 3.0, 3.0), float(read(formula, p=p, m=m, v=v, k=k, F=3.0, B=6.0, I=3.0, W=3.0))
         assert found <= told if "at most" in rule.bubble_text else found == pytest.approx(told)

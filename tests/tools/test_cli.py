@@ -432,7 +432,7 @@ def test_env_names_what_is_here(capsys):
         (["show", "1f1b", *SMALL, "-v", "2"], "1f1b takes one stage per rank: 8 stages on 4 ranks do not fit, 4 would"),
         (["show", "zbv", "--stages", "7", "-m", "8"], "7 stages on 3 ranks do not fit, 6 would"),
         (["show", "zbv", *SMALL, "--stages", "8", "-v", "2"], "leave one out"),
-        (["show", "interleaved_1f1b", "-p", "4", "-m", "6"], "takes a multiple of p microbatches"),
+        (["show", "interleaved_1f1b", "-p", "4", "-m", "9"], "takes a multiple of floor(m/p) microbatches"),
         (["simulate", "zbv", *SMALL, "--per-rank", "--forward", "1,2"], "forward_s: --per-rank takes one number"),
         (["simulate", "zbv", *SMALL, "--per-rank", "--measured", "trace.json"], "leave --per-rank out"),
         (["simulate", "setup.py", "-p", "4", "-v", "2"], "leave --ranks, --stages-per-rank out"),

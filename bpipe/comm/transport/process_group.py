@@ -32,6 +32,15 @@ def group_of(group: Any) -> Any:
     return group.get_group()
 
 
+def rank_and_size(group: Any) -> tuple[int, int]:
+    """Return this process's number in a group and the group's size, also of a rank of a `Loopback`; (0, 1) without a group."""
+    if hasattr(group, "loopback"):
+        return group.rank, group.loopback.num_ranks
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(group), dist.get_world_size(group)
+
+
 def backends_of(group: Any) -> dict[str, str]:
     """Return the backend that a process group has for each type of device."""
     return dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))

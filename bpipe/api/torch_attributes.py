@@ -1,0 +1,269 @@
+"""What programs written for torch.distributed.pipelining ask a schedule, although most of these names are private there."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from bpipe.errors import ConfigurationError
+from bpipe.model.call import Specs
+from bpipe.model.of_torch_alone import SCHEDULE, check_overrides, missing
+from bpipe.model.stage import PipelineStage
+from bpipe.passes.communicate import computations_only
+from bpipe.plan.plan import Plan
+from bpipe.schedules.by_name import check_counts
+from bpipe.schedules.registry import rule_named
+from bpipe.schedules.torch_csv import from_csv
+from bpipe.session.plan_source import PlanSource
+from bpipe.session.session import Session
+from bpipe.verifier.proof import verify
+
+__all__: list[str] = []
+
+CsvFormat = Literal["compute_only", "compute_comms"]
+
+
+class TorchAttributes:
+    """What torch's users ask a schedule; `Schedule` inherits it, and gives it a session and a source of plans."""
+
+    rule: str
+    group: Any
+    is_single: ClassVar[bool | None] = None  # whether it takes one stage and not a list; None: as its rule says
+    _source: PlanSource
+    _check_placement: Callable[[Plan, Mapping[int, PipelineStage]], None]
+    _makes_plans: ClassVar[bool] = False  # as it learns, so that it takes none
+
+    if TYPE_CHECKING:
+
+        @property
+        def session(self) -> Session: ...
+
+        @property
+        def plan(self) -> Plan: ...
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        check_overrides(cls, SCHEDULE)
+
+    def __getattr__(self, name: str) -> Any:
+        raise missing(type(self).__name__, name, SCHEDULE)
+
+    @property
+    def stages(self) -> list[Any]:
+        """This rank's stages, as they were given."""
+        return [stage.original for stage in self.session.context.stages.values()]
+
+    @property
+    def takes_one_stage(self) -> bool:
+        """Whether it has one stage per rank, and not a list."""
+        return self.plan.num_stages == self.plan.num_ranks if self.is_single is None else self.is_single
+
+    @property
+    def _stages(self) -> list[Any]:
+        if self.takes_one_stage:
+            raise AttributeError(f"{type(self).__name__} has one stage, _stage")
+        return self.stages
+
+    @property
+    def _stage(self) -> Any:
+        if len(self.stages) > 1:
+            raise AttributeError(f"{type(self).__name__} has several stages, _stages")
+        return self.stages[0]
+
+    @property
+    def _num_stages(self) -> int:
+        return self.plan.num_stages
+
+    @property
+    def n_local_stages(self) -> int:
+        """The number of this rank's stages."""
+        return len(self.stages)
+
+    @property
+    def pp_group_size(self) -> int:
+        """The number of ranks, p."""
+        return self.plan.num_ranks
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the pipeline's group."""
+        return int(self.stages[0].group_rank)
+
+    @property
+    def stage_index_to_group_rank(self) -> dict[int, int]:
+        """The rank of the plan that holds each stage; of a group in the plan's order, as torch's are, its ranks."""
+        return dict(enumerate(self.plan.stage_ranks))
+
+    @property
+    def scale_grads(self) -> bool:
+        """Whether the loss of each of m microbatches is scaled by 1/m."""
+        return self.session.context.scale_grads
+
+    @scale_grads.setter
+    def scale_grads(self, value: bool) -> None:
+        self.session.context.scale_grads = value
+
+    @property
+    def _loss_fn(self) -> Callable[..., Any] | None:
+        return self.session.context.loss_fn
+
+    @_loss_fn.setter
+    def _loss_fn(self, loss_fn: Callable[..., Any] | None) -> None:
+        self.session.context.loss_fn = loss_fn
+
+    @property
+    def _has_backward(self) -> bool:
+        return self.session.context.trains
+
+    @_has_backward.setter
+    def _has_backward(self, trains: bool) -> None:
+        self.session.context.only_evaluates = not trains
+
+    @property
+    def _args_chunk_spec(self) -> Any:
+        return self.session.context.specs.args
+
+    @_args_chunk_spec.setter
+    def _args_chunk_spec(self, spec: Any) -> None:
+        self._set_specs(args=spec)
+
+    @property
+    def _kwargs_chunk_spec(self) -> Any:
+        return self.session.context.specs.kwargs
+
+    @_kwargs_chunk_spec.setter
+    def _kwargs_chunk_spec(self, spec: Any) -> None:
+        self._set_specs(kwargs=spec)
+
+    @property
+    def _output_merge_spec(self) -> Any:
+        return self.session.context.specs.output
+
+    @_output_merge_spec.setter
+    def _output_merge_spec(self, spec: Any) -> None:
+        self._set_specs(output=spec)
+
+    def _set_specs(self, **changed: Any) -> None:
+        context = self.session.context
+        context.specs = Specs.checked(**(context.specs._asdict() | changed))
+
+    @property
+    def _n_microbatches(self) -> int:
+        return self.plan.num_microbatches
+
+    @_n_microbatches.setter
+    def _n_microbatches(self, number: int) -> None:
+        check_counts(_n_microbatches=number)
+        self._check_takes_plans()
+        if number != self._n_microbatches:
+            self._take_plan(self._plan_for(number))
+
+    @property
+    def _wanted_microbatches(self) -> int:
+        """The number of microbatches that a plan must have which replaces this one's."""
+        return self._n_microbatches
+
+    def _check_takes_plans(self) -> None:
+        if self._makes_plans:
+            raise ConfigurationError(
+                f"{type(self).__name__} makes its own plans: change the schedule before Balanced(schedule), or make a new one"
+            )
+
+    def _plan_for(self, num_microbatches: int) -> Plan:
+        """Return the plan for another number of microbatches."""
+        raise ConfigurationError(
+            f"{type(self).__name__} has a plan for {self._n_microbatches} microbatches: make a new schedule for {num_microbatches}"
+        )
+
+    def _take_plan(self, plan: Plan) -> None:
+        """Run another plan from the next step on; all ranks have to take the same."""
+        session, context = self.session, self.session.context
+        self._check_placement(plan, context.stages)
+        with session.guard.entered():
+            context.plan_rank = plan.stage_ranks[next(iter(context.stages))]
+            self._source = PlanSource(plan, self.rule)
+            session.adopt(self._source)
+
+    # Orders, as torch writes them
+
+    @property
+    def pipeline_order(self) -> dict[int, list[Any]]:
+        """Each rank's computations, as torch's actions, without the idle moments that torch writes as None.
+
+        Raises:
+            PlanError: torch has no words for the plan.
+        """
+        return _torch_actions(computations_only(self.plan))
+
+    @property
+    def pipeline_order_with_comms(self) -> dict[int, list[Any]]:
+        """Each rank's computations and the starts of its transfers, as torch's actions."""
+        return _torch_actions(self.plan)
+
+    def load_csv(self, path_or_text: str | os.PathLike[str], format: CsvFormat = "compute_only") -> None:
+        """Run the order of computations in a CSV of torch.distributed.pipelining from the next step on; all ranks load the same.
+
+        Args:
+            path_or_text: a file, or its content.
+            format: which of torch's two the CSV has. Transfers are placed anew, so both give the same plan.
+
+        Raises:
+            PlanError: it is no pipeline schedule; the message lists every violation.
+            ConfigurationError: it is for other microbatches, or it puts other stages on this rank.
+        """
+        _check_format(format)
+        self._check_takes_plans()
+        text = os.fspath(path_or_text)
+        if not ("\n" in text or "," in text):
+            text = Path(text).read_text()
+        plan = from_csv(text, name=self.rule)
+        verify(plan)
+        if plan.num_microbatches != self._wanted_microbatches:
+            raise ConfigurationError(
+                f"the CSV has {plan.num_microbatches} microbatches, and the schedule {self._wanted_microbatches}: give it as many"
+            )
+        self._take_plan(plan)
+
+    def dump_csv(self, path: str | os.PathLike[str], format: CsvFormat = "compute_comms") -> None:
+        """Write the order of computations, and with "compute_comms" the starts of transfers, as torch.distributed.pipelining does.
+
+        Raises:
+            PlanError: torch has no words for the plan, such as one that evicts; `plan.to_text()` writes any.
+            ConfigurationError: another format.
+        """
+        _check_format(format)
+        plan = self.plan if format == "compute_comms" else computations_only(self.plan)
+        Path(path).write_text(plan.to_csv())
+
+    def _load_csv(self, filename: str | os.PathLike[str], format: CsvFormat = "compute_only") -> None:
+        self.load_csv(filename, format)
+
+    def _dump_csv(self, filename: str | os.PathLike[str], format: CsvFormat = "compute_comms") -> None:
+        self.dump_csv(filename, format)
+
+    def _prepare_schedule_with_comms(self, actions: Mapping[int, Sequence[Any]], format: CsvFormat = "compute_only") -> None:
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows([actions[rank] for rank in sorted(actions)])
+        self.load_csv(out.getvalue(), format)
+
+
+def is_single(kind: type[TorchAttributes]) -> bool | None:
+    """Return whether a class of schedules takes one stage, and not a list; None if each of its schedules has a rule of its own."""
+    if kind.is_single is None and hasattr(kind, "rule"):
+        return rule_named(kind.rule).default_stages_per_rank == 1
+    return kind.is_single
+
+
+def _check_format(format: str) -> None:
+    if format not in ("compute_only", "compute_comms"):
+        raise ConfigurationError(f"format={format!r}: give 'compute_only' or 'compute_comms'")
+
+
+def _torch_actions(plan: Plan) -> dict[int, list[Any]]:
+    from torch.distributed.pipelining.schedules import _Action
+
+    return {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(io.StringIO(plan.to_csv())))}

@@ -1,0 +1,94 @@
+"""torch's base classes of schedules, of which bpipe's schedules count as subclasses, and its search of a schedule by name."""
+
+from __future__ import annotations
+
+from abc import ABCMeta
+from importlib import import_module
+from typing import Any
+
+from bpipe.api.schedule import Schedule
+from bpipe.api.torch_attributes import is_single
+from bpipe.errors import ConfigurationError
+from bpipe.schedules.registry import names, rules
+
+__all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle", "get_schedule_class"]
+
+OF_TORCH = (  # as torch spells them
+    *("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
+    *("PipelineScheduleSingle", "PipelineScheduleMulti"),
+)
+
+
+class _OnlyABase(ABCMeta):
+    """The class of a class that only other classes' subclasses are."""
+
+    takes_one: bool
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        if kind is cls:
+            return True
+        return issubclass(kind, Schedule) and is_single(kind) is cls.takes_one
+
+    def __instancecheck__(cls, one: Any) -> bool:
+        return isinstance(one, Schedule) and one.takes_one_stage == cls.takes_one
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise ConfigurationError(f"{cls.__name__} runs nothing by itself: {_ORDERS}")
+
+
+_ORDERS = "construct a schedule such as Schedule1F1B, give FromPlan a plan, or write one of your own (docs/schedules.md)"
+
+
+class PipelineScheduleSingle(metaclass=_OnlyABase):
+    """The schedules with one stage per rank; it is there for `issubclass` and `isinstance`.
+
+    Example:
+        >>> import bpipe
+        >>> issubclass(bpipe.OneFOneB, bpipe.PipelineScheduleSingle), issubclass(bpipe.ZBV, bpipe.PipelineScheduleSingle)
+        (True, False)
+    """
+
+    takes_one = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        raise ConfigurationError(f"{cls.__name__} derives from PipelineScheduleSingle, which runs nothing by itself: {_ORDERS}")
+
+
+class PipelineScheduleMulti(metaclass=_OnlyABase):
+    """The schedules that take a list of stages; it is there for `issubclass` and `isinstance`.
+
+    Example:
+        >>> import bpipe
+        >>> issubclass(bpipe.ZBV, bpipe.PipelineScheduleMulti), issubclass(bpipe.OneFOneB, bpipe.PipelineScheduleMulti)
+        (True, False)
+    """
+
+    takes_one = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        raise ConfigurationError(f"{cls.__name__} derives from PipelineScheduleMulti, which runs nothing by itself: {_ORDERS}")
+
+
+def get_schedule_class(schedule_name: str) -> type:
+    """Return the class of a schedule: by torch's name, by bpipe's, or by the name of its rule, in capitals or not.
+
+    Raises:
+        ConfigurationError: none is called so; the message lists all names.
+
+    Example:
+        >>> get_schedule_class("1f1b").__name__, get_schedule_class("ZBVZeroBubble").__name__
+        ('OneFOneB', 'ScheduleZBVZeroBubble')
+        >>> get_schedule_class("balanced_1f1b").__name__
+        'BalancedOneFOneB'
+    """
+    called = {name.lower(): name if name.startswith("Pipeline") else f"Schedule{name}" for name in OF_TORCH}
+    called |= {name.lower(): name for name in called.values()}
+    own = {name.lower(): rule.runs_as for rule in rules() for name in (rule.name, rule.runs_as) if rule.runs_as != "Schedule"}
+    found = own | called
+    if (asked := schedule_name.lower()) in found:
+        kind: type = getattr(import_module("bpipe"), found[asked])
+        return kind
+    raise ConfigurationError(
+        f"no schedule class is called {schedule_name!r}: choose one of torch's, {', '.join(OF_TORCH)}, or of bpipe's, "
+        f"{', '.join(names())}"
+    )

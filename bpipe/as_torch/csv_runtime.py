@@ -1,0 +1,116 @@
+"""A schedule that is read from torch's CSV after it is made, as torch's runtime does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bpipe.api.catalogue import FromPlan
+from bpipe.errors import ConfigurationError
+from bpipe.logs import LOG
+from bpipe.model.stage import stages_of
+from bpipe.plan.plan import Plan
+from bpipe.schedules.by_name import check_counts
+from bpipe.session.session import Session
+
+__all__ = ["FromCSV", "_PipelineScheduleRuntime"]
+
+
+class FromCSV(FromPlan):
+    """The order of computations in a CSV that torch.distributed.pipelining wrote: `load_csv` reads, proves and takes it.
+
+    It has the role of torch's `_PipelineScheduleRuntime`, under whose name it can be imported, too.
+
+    Args:
+        stages: this rank's stages.
+        n_microbatches: m, which the CSV must have.
+        loss_fn: this and the next three as in `Schedule`.
+        use_full_backward: accepted and not used, as in torch, which no longer supports it.
+        scale_grads: as in `Schedule`.
+        backward_requires_autograd: accepted and not used, because every backward here is autograd's.
+        defer_pp_recv: accepted and not used, because the plan has a place for every receive.
+        options: further arguments of `FromPlan`.
+
+    Raises:
+        ConfigurationError: as `Schedule`; from `step` and `eval`, if nothing was loaded.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(2)
+        >>> stages = [PipelineStage(nn.Linear(4, 4), i, 2, "cpu", loopback.rank(i)) for i in range(2)]
+        >>> schedules = [FromCSV([stage], 2, nn.functional.mse_loss) for stage in stages]
+        >>> for schedule in schedules:
+        ...     schedule.load_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1")
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
+
+    rule = "csv"
+    _session = None
+    _is_loaded = False
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        use_full_backward: bool | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        **options: Any,
+    ) -> None:
+        check_counts(n_microbatches=n_microbatches)
+        if use_full_backward is not None:
+            LOG.warning("use_full_backward is not used any more, by torch neither: leave it out")
+        self._given_stages = list(stages_of(stages).values())
+        self._given_microbatches = n_microbatches
+        own = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+        self._arguments: tuple[Any, tuple[Any, ...], dict[str, Any]] = stages, own, options
+
+    @property
+    def session(self) -> Session:
+        """The session of this rank.
+
+        Raises:
+            ConfigurationError: no CSV was loaded.
+        """
+        if not self._is_loaded:
+            raise ConfigurationError("this schedule has no order of computations yet: call load_csv(path) on all ranks first")
+        return super().session
+
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether another schedule has its session."""
+        return self._is_loaded and super().is_handed_over
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that was loaded."""
+        return super().plan if self._is_loaded else self.session.source.plan
+
+    @property
+    def stages(self) -> list[Any]:
+        """This rank's stages, as they were given."""
+        return [stage.original for stage in self._given_stages]
+
+    @property
+    def _wanted_microbatches(self) -> int:
+        return super()._wanted_microbatches if self._is_loaded else self._given_microbatches
+
+    def _take_plan(self, plan: Plan) -> None:
+        if self._is_loaded:
+            super()._take_plan(plan)
+        else:
+            stages, own, options = self._arguments
+            FromPlan.__init__(self, stages, plan, *own, **options)
+            self._is_loaded = True
+
+
+_PipelineScheduleRuntime = FromCSV

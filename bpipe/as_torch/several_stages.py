@@ -1,0 +1,81 @@
+"""torch's schedules of several stages per rank: bpipe's under torch's names, with torch's order of arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bpipe.api.catalogue import ZBV, BreadthFirst, DualPipeV, Interleaved1F1B, InterleavedZeroBubble
+
+__all__ = [
+    "ScheduleDualPipeV",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+]
+
+Loss = Callable[..., torch.Tensor] | None
+
+
+class _TorchOrder:
+    """A schedule that takes its arguments in torch's order.
+
+    Args:
+        stages: this and the next six are those of `Schedule`.
+        backward_requires_autograd: accepted and not used, because every backward here is autograd's.
+        defer_pp_recv: accepted and not used, because the plan has a place for every receive.
+        options: further arguments of the bpipe class, by name, such as `slots` or `timeout_s`.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        n_microbatches: int,
+        loss_fn: Loss = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        **options: Any,
+    ) -> None:
+        own = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+        super().__init__(stages, n_microbatches, *own, **options)  # type: ignore[call-arg]
+
+
+class ScheduleInterleaved1F1B(_TorchOrder, Interleaved1F1B):
+    """`Interleaved1F1B`, with torch's order of arguments."""
+
+
+class ScheduleInterleavedZeroBubble(_TorchOrder, InterleavedZeroBubble):
+    """`InterleavedZeroBubble`, with torch's order of arguments."""
+
+
+class ScheduleZBVZeroBubble(_TorchOrder, ZBV):
+    """`ZBV`, with torch's order of arguments."""
+
+
+class ScheduleDualPipeV(_TorchOrder, DualPipeV):
+    """`DualPipeV`, with torch's order of arguments; `overlapped=True` makes its pairs, and `schedule.overlap` says how they run."""
+
+
+class ScheduleLoopedBFS(_TorchOrder, BreadthFirst):
+    """`BreadthFirst`, with torch's order of arguments, which has no place for chunk specs: they may be given by name."""
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        n_microbatches: int,
+        loss_fn: Loss = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        **options: Any,
+    ) -> None:
+        given: dict[str, Any] = {"output_merge_spec": output_merge_spec, "scale_grads": scale_grads}
+        super().__init__(stages, n_microbatches, loss_fn, **given, **options)

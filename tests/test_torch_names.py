@@ -1,0 +1,339 @@
+"""A program written for torch.distributed.pipelining runs when the module of its imports changes; the page lists every argument."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import microbatch, schedules, stage
+
+import bpipe
+from bpipe.errors import ConfigurationError, PlanError, StageError
+from bpipe.model.of_torch_alone import SCHEDULE, STAGE
+from tests.ranks import run_ranks
+from tests.torch_names import page as pages
+from tests.torch_names.signatures import recorded, signatures
+
+SOURCES = Path(pipelining.__file__).parent
+M, WIDTH = 4, 6
+mse = nn.functional.mse_loss
+
+
+# The page.
+
+
+def test_the_page_is_written_by_its_command() -> None:
+    assert pages.PAGE.read_text(encoding="utf-8") == pages.page()
+
+
+def test_the_page_has_every_argument_of_the_installed_torch() -> None:
+    listed = {(name, argument) for name, argument, *_ in pages.entries()}
+    lacking = [
+        (name, argument)
+        for name, arguments in signatures(SOURCES).items()
+        if pages.is_compared(name) and name not in pages.BASES
+        for argument in arguments
+        if (pages.shown_as(name), argument.partition("=")[0]) not in listed
+    ]
+    assert not lacking, "record this torch: python -m tests.torch_names --record VERSION FOLDER --write, and write notes"
+    assert {*pipelining.__all__, *schedules.__all__, *stage.__all__, *microbatch.__all__} <= {*bpipe.__all__}
+
+
+def test_signatures_are_read_as_python_reads_them() -> None:
+    version = torch.__version__.partition("+")[0]
+    found = signatures(SOURCES)
+    assert recorded().get(version, found) == found
+    for name in pipelining.__all__:
+        read = [one.partition("=")[0] for one in found[name]]
+        assert name == "SplitPoint" or read == [*inspect.signature(getattr(pipelining, name)).parameters]
+
+
+def test_an_argument_that_bpipe_has_not_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    newest = [*recorded()][-1]
+    changed = recorded() | {newest: recorded()[newest] | {"Schedule1F1B": ["stage", "n_microbatches", "colour=None"]}}
+    monkeypatch.setattr(pages, "recorded", lambda: changed)
+    with pytest.raises(LookupError, match=r"Schedule1F1B\(colour\): place 2 in torch, None here"):
+        pages.page()
+
+
+# The same program with either module.
+
+
+def program(names: ModuleType, kind: str, rank: int) -> dict[str, torch.Tensor]:
+    """Two steps of a training loop on 2 ranks, as one would write it for torch.distributed.pipelining."""
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    indices = [rank] if kind == "Schedule1F1B" else [rank, rank + 2]
+    num_stages = 2 * len(indices)
+    device, group = torch.device("cpu"), dist.group.WORLD
+    made = [
+        names.PipelineStage(submodule=modules[i], stage_index=i, num_stages=num_stages, device=device, group=group) for i in indices
+    ]
+    parameters = [parameter for one in made for parameter in one.submod.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    schedule = getattr(names, kind)(made[0] if len(made) == 1 else made, M, mse)
+    x = torch.randn(2 * M, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses: list[torch.Tensor] = []
+        given = (x,) if rank == 0 else ()
+        schedule.step(*given, target=x if any(one.is_last for one in made) else None, losses=losses)
+        optimizer.step()
+    return {f"{kind} {i}.{name}": one for i in indices for name, one in modules[i].state_dict().items()}
+
+
+def both_modules(rank: int) -> list[str]:
+    differ = []
+    for kind in ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"):
+        theirs, ours = program(pipelining, kind, rank), program(bpipe, kind, rank)
+        differ += [name for name in theirs if not torch.equal(theirs[name], ours[name])]
+    return differ
+
+
+def test_a_changed_import_is_all() -> None:
+    """Parameters after two steps are equal to the bit: m is a power of two, so that both scale exactly."""
+    assert run_ranks(both_modules, 2) == [[], []]
+
+
+def accumulated(rank: int) -> list[float]:
+    shares = []
+    for names in (pipelining, bpipe):
+        torch.manual_seed(0)
+        module = nn.Linear(WIDTH, WIDTH)
+        x = torch.randn(2 * M, WIDTH)
+        mse(module(x), x).backward()
+        reference = 2 * module.weight.grad
+        module.zero_grad()
+        schedule = names.Schedule1F1B(names.PipelineStage(module, 0, 1, torch.device("cpu"), group=dist.group.WORLD), M, mse)
+        for _ in range(2):
+            schedule.step(x, target=x)
+        shares.append((module.weight.grad / reference).mean().item())
+    return shares
+
+
+def test_accumulated_gradients_are_those_that_the_page_tells() -> None:
+    (shares,) = run_ranks(accumulated, 1)
+    assert shares == pytest.approx([0.625, 1.0])
+    assert "0.625" in pages.PAGE.read_text(encoding="utf-8")
+
+
+# Stages.
+
+
+def stages_of(loopback: bpipe.Loopback, per_rank: int = 2) -> list[list[bpipe.PipelineStage]]:
+    torch.manual_seed(0)
+    p, n = loopback.num_ranks, loopback.num_ranks * per_rank
+    made = [bpipe.PipelineStage(nn.Linear(WIDTH, WIDTH), i, n, "cpu", group=loopback.rank(i % p)) for i in range(n)]
+    return [made[rank::p] for rank in range(p)]
+
+
+def test_the_group_is_taken_where_it_was_in_other_versions() -> None:
+    group = bpipe.Loopback(1).rank(0)
+    linear = nn.Linear(2, 2)
+    newest = bpipe.PipelineStage(linear, 0, 1, "cpu", None, None, None, None, group)
+    assert newest.group == group
+    assert bpipe.PipelineStage(linear, 0, 1, "cpu", group).group == group  # bpipe's older place
+    assert bpipe.PipelineStage(linear, 0, 1, "cpu", torch.zeros(2), None, group).group == group  # torch 2.11's
+    with pytest.raises(ConfigurationError, match="input_args is a LoopbackGroup, and group= was given too"):
+        bpipe.PipelineStage(linear, 0, 1, "cpu", group, group=group)
+    for wrong in ((2, 2), "cpu", [None, 3], lambda: None):
+        with pytest.raises(ConfigurationError, match=r"output_args must be a tensor or a tuple of tensors.*give group="):
+            bpipe.PipelineStage(linear, 0, 1, "cpu", None, wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "example", "message"),
+    [
+        ("input_args", torch.zeros(3, WIDTH), r"stage 0: input_args promised \(float32\[3, 6\]\).* has \(float32\[2, 6\]\)"),
+        ("input_args", (torch.zeros(2, WIDTH), torch.zeros(1)), r"\(float32\[2, 6\], float32\[1\]\), and .* \(float32\[2, 6\]\)"),
+        ("output_args", torch.zeros(2, WIDTH, dtype=torch.float64), r"output_args promised \(float64\[2, 6\]\)"),
+        ("output_args", (), r"output_args promised no tensors"),
+    ],
+)
+def test_examples_are_compared_with_the_first_microbatch(name: str, example: Any, message: str) -> None:
+    group = bpipe.Loopback(1).rank(0)
+    made = bpipe.PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, "cpu", group=group, **{name: example})
+    schedule = bpipe.Schedule1F1B(made, 2, mse)
+    with pytest.raises(StageError, match=message):
+        schedule.step(torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))
+
+
+def test_an_example_that_fits_is_compared_once() -> None:
+    example = torch.zeros(2, WIDTH, device="meta")
+    group = bpipe.Loopback(1).rank(0)
+    made = bpipe.PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, "cpu", example, (example,), example, (None,), group)
+    schedule = bpipe.Schedule1F1B(made, 2, mse)
+    for rows in (4, 8):
+        schedule.step(torch.zeros(rows, WIDTH), target=torch.zeros(rows, WIDTH))
+
+
+# What programs ask.
+
+
+@pytest.mark.parametrize("per_rank", [1, 2])
+def test_everything_that_the_page_says_can_be_asked(per_rank: int) -> None:
+    loopback = bpipe.Loopback(2)
+    kind = bpipe.Schedule1F1B if per_rank == 1 else bpipe.ScheduleInterleaved1F1B
+    own = stages_of(loopback, per_rank)
+    made = [kind(of_rank[0] if per_rank == 1 else of_rank, M, mse) for of_rank in own]
+    objects = {"a stage": own[1][0], "a schedule": made[1]}
+    lacks = {"_stages"} if per_rank == 1 else {"_stage"}
+    for (of, names), _ in pages.ATTRIBUTES.items():
+        for name in names.split(", "):
+            assert hasattr(objects[of], name) == (name not in lacks), name
+    assert (own[1][0].group_rank, own[1][0].group_size, own[0][0].has_backward) == (1, 2, True)
+    assert (made[1].rank, made[1].pp_group_size, made[1]._num_stages, made[1].n_local_stages) == (1, 2, 2 * per_rank, per_rank)
+    assert made[1].stage_index_to_group_rank == {i: i % 2 for i in range(2 * per_rank)}
+    assert made[0].scale_grads and made[0]._has_backward and made[0]._n_microbatches == M and made[0]._loss_fn is mse
+    assert (made[0]._stage is own[0][0]) if per_rank == 1 else (made[0]._stages == own[0])
+
+
+def test_bases_and_names_of_schedules() -> None:
+    single, multi = bpipe.PipelineScheduleSingle, bpipe.PipelineScheduleMulti
+    for kind in (bpipe.OneFOneB, bpipe.BalancedOneFOneB, bpipe.ZBH1, bpipe.ScheduleGPipe, bpipe.Seq1F1B):
+        assert issubclass(kind, single) and not issubclass(kind, multi)
+    for kind in (bpipe.ZBV, bpipe.ScheduleLoopedBFS, bpipe.FromCSV, bpipe.FromPlan, bpipe.BitPipe):
+        assert issubclass(kind, multi) and not issubclass(kind, single)
+    assert not issubclass(bpipe.Schedule, single) and not issubclass(int, single) and issubclass(single, single)
+    group = bpipe.Loopback(1).rank(0)
+    balanced = bpipe.Balanced(bpipe.OneFOneB(bpipe.PipelineStage(nn.Linear(2, 2), 0, 1, "cpu", group=group), 2, mse))
+    assert isinstance(balanced, single) and not isinstance(balanced, multi) and not isinstance(3, single)
+    for name in ("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        kind = getattr(bpipe, f"Schedule{name}")
+        assert bpipe.get_schedule_class(name) is bpipe.get_schedule_class(f"schedule{name}".lower()) is kind
+        assert schedules.get_schedule_class(name).__name__ == f"Schedule{name}"
+    assert bpipe.get_schedule_class("balanced_1f1b") is bpipe.get_schedule_class("BalancedOneFOneB") is bpipe.BalancedOneFOneB
+    assert bpipe.get_schedule_class("PipelineScheduleMulti") is multi
+    with pytest.raises(ConfigurationError, match=r"no schedule class is called '2F2B'.*torch's, 1F1B.*bpipe's, gpipe"):
+        bpipe.get_schedule_class("2F2B")
+    for base in (single, multi):
+        with pytest.raises(ConfigurationError, match="runs nothing by itself: construct a schedule"):
+            base(None, 2)
+        with pytest.raises(ConfigurationError, match=r"Mine derives from PipelineSchedule\w+, which runs nothing"):
+            type("Mine", (base,), {})
+
+
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"])
+def test_arguments_by_position_are_torch_s(name: str) -> None:
+    loopback = bpipe.Loopback(2)
+    specs = () if name == "ScheduleLoopedBFS" else ((bpipe.TensorChunkSpec(0),), {"y": bpipe.TensorChunkSpec(1)})
+    merged = (bpipe.TensorChunkSpec(0),)
+    made = [getattr(bpipe, name)(own, M, mse, *specs, merged, False, True, True, timeout_s=5.0) for own in stages_of(loopback)]
+    assert not made[0].scale_grads and made[0]._output_merge_spec == merged
+    assert (made[0]._args_chunk_spec, made[0]._kwargs_chunk_spec) == (specs or (None, None))
+    x = torch.randn(2 * M, WIDTH)
+    (out,) = loopback.step(made, x, target=x)
+    assert out.shape == x.shape
+
+
+def test_what_is_set_holds_from_the_next_step_on() -> None:
+    loopback = bpipe.Loopback(2)
+    made = [bpipe.ScheduleInterleaved1F1B(own, M, mse) for own in stages_of(loopback)]
+    x, weight = torch.randn(2 * M, WIDTH), made[0]._stages[0].submod.weight
+    outputs = loopback.step(made, x, target=x)
+    for schedule in made:
+        schedule._has_backward = False
+    before = weight.grad.clone()
+    losses: list[torch.Tensor] = []
+    assert torch.equal(loopback.step(made, x, target=x, losses=losses), outputs) and torch.equal(weight.grad, before)
+    for schedule in made:
+        schedule._n_microbatches, schedule._has_backward, schedule._loss_fn = 2, True, lambda out, y: mse(out, y) * 2
+    fewer: list[torch.Tensor] = []
+    weight.grad = None
+    loopback.step(made, x, target=x, losses=fewer)
+    assert len(losses) == M and len(fewer) == made[0]._n_microbatches == 2
+    torch.testing.assert_close(torch.stack(fewer).mean(), 2 * torch.stack(losses).mean())
+    torch.testing.assert_close(weight.grad, 2 * before)
+    for schedule in made:
+        schedule._output_merge_spec = bpipe.TensorChunkSpec(1)
+    assert loopback.step(made, x, target=x).shape == (M, 2 * WIDTH)
+    with pytest.raises(ConfigurationError, match="_n_microbatches=0"):
+        made[0]._n_microbatches = 0
+
+
+def test_balanced_takes_no_other_plan() -> None:
+    group = bpipe.Loopback(1).rank(0)
+    balanced = bpipe.Balanced(bpipe.OneFOneB(bpipe.PipelineStage(nn.Linear(2, 2), 0, 1, "cpu", group=group), 2, mse))
+    for change in (lambda: setattr(balanced, "_n_microbatches", 3), lambda: balanced._load_csv("0F0,0F1,0B0,0B1")):
+        with pytest.raises(ConfigurationError, match="Balanced makes its own plans: change the schedule before"):
+            change()
+
+
+def test_what_belongs_to_torch_s_runtime_is_refused_with_the_way_out() -> None:
+    made = bpipe.PipelineStage(nn.Linear(2, 2), 0, 1, "cpu", group=bpipe.Loopback(1).rank(0))
+    for owner, names, base in ((made, STAGE, bpipe.PipelineStage), (bpipe.OneFOneB(made, 2, mse), SCHEDULE, bpipe.OneFOneB)):
+        for name, way in names.items():
+            with pytest.raises(AttributeError) as raised:
+                getattr(owner, name)
+            assert str(raised.value) == f"{base.__name__} has no {name}, which is part of torch's runtime: {way}"
+            with pytest.raises(ConfigurationError, match=f"Mine overrides {name}, which bpipe does not call"):
+                type("Mine", (base,), {name: lambda self: None})
+        with pytest.raises(AttributeError, match="object has no attribute 'colour'"):
+            owner.colour  # noqa: B018
+    made.clear_runtime_states()
+
+
+# Orders in files.
+
+
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble", "ScheduleLoopedBFS"])
+def test_orders_go_through_files(name: str, form: Any, tmp_path: Path) -> None:
+    """A file that torch could load: its rows are those of `pipeline_order`, or with transfers."""
+    loopback, path = bpipe.Loopback(2), tmp_path / "order.csv"
+    made = [getattr(bpipe, name)(own, M, mse) for own in stages_of(loopback)]
+    made[0]._dump_csv(path, form)
+    order = made[0].pipeline_order if form == "compute_only" else made[0].pipeline_order_with_comms
+    assert path.read_text().splitlines() == [",".join(map(str, order[rank])) for rank in (0, 1)]
+    x = torch.randn(2 * M, WIDTH)
+    loopback.step(made, x, target=x)
+    other = bpipe.Loopback(2)
+    loaded = [bpipe._PipelineScheduleRuntime(own, M, mse) for own in stages_of(other)]
+    with pytest.raises(ConfigurationError, match=r"no order of computations yet: call load_csv\(path\) on all ranks"):
+        loaded[0].step(x)
+    for schedule in loaded:
+        schedule._load_csv(path if schedule.rank else path.read_text(), format=form)
+    other.step(loaded, x, target=x)
+    assert loaded[1].plan.compute(1) == made[1].plan.compute(1) and loaded[0]._n_microbatches == M
+    for one, two in zip(made, loaded):
+        assert all(torch.equal(a.submod.weight.grad, b.submod.weight.grad) for a, b in zip(one._stages, two._stages))
+
+
+def test_a_schedule_that_has_run_takes_another_order() -> None:
+    loopback = bpipe.Loopback(2)
+    made = [bpipe.ScheduleInterleaved1F1B(own, 2, mse) for own in stages_of(loopback)]
+    x = torch.randn(4, WIDTH)
+    first = loopback.step(made, x, target=x)
+    rows = ["0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1", "1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1"]
+    for schedule in made:
+        schedule._prepare_schedule_with_comms({rank: row.split(",") for rank, row in enumerate(rows)})
+    assert torch.equal(loopback.step(made, x, target=x), first)
+    assert [str(action) for action in made[0].plan.compute(0)] == rows[0].split(",")
+
+
+def test_orders_that_do_not_fit_are_refused() -> None:
+    runtime = bpipe.FromCSV([one for own in stages_of(bpipe.Loopback(2), 1) for one in own][:1], 2, mse)
+    for text, error, message in (
+        ("0F0,0B0\n1F0,1B0", ConfigurationError, "the CSV has 1 microbatches, and the schedule 2"),
+        ("0F0,0F1,0B0,0B1", ConfigurationError, "is for 1 stages on 1 ranks, but these are 2 stages"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B1,1F1,1B0", PlanError, "1B1"),
+    ):
+        with pytest.raises(error, match=message):
+            runtime._load_csv(text)
+    with pytest.raises(ConfigurationError, match="format='compute': give 'compute_only' or 'compute_comms'"):
+        runtime._load_csv("0F0,0B0", format="compute")
+    with pytest.raises(FileNotFoundError):
+        runtime._load_csv("nowhere.csv")
+
+
+def test_an_unused_argument_is_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
+    own = stages_of(bpipe.Loopback(2), 1)[0]
+    bpipe.FromCSV(own, 2, mse, None, None, None, True)
+    assert "use_full_backward is not used any more" in caplog.text

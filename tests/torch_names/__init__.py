@@ -1,0 +1,1 @@
+"""bpipe beside torch.distributed.pipelining, by names and signatures: `python -m tests.torch_names`."""
