@@ -1,11 +1,15 @@
 """Your own model, cut into stages: here an `nn.Sequential`, in as many parts as there are processes.
 
-    torchrun --nproc-per-node 2 examples/own_model.py
+    torchrun --nproc-per-node 4 examples/own_model.py
+    bpipe trace runs/own_model --out own_model.html
 
-Balancing has an effect with four or more stages; with fewer, balanced and plain 1F1B are the same.
+The second line draws what the last steps did, as a page to zoom into. With --plain, memory is not balanced. Balancing has an
+effect with four or more stages.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 import torch.distributed as dist
@@ -13,7 +17,8 @@ from torch import Tensor, nn
 
 import bpipe
 
-NUM_STEPS = 100
+NUM_STEPS, TRACED = 60, 5
+NUM_BLOCKS, WIDTH = 12, 64
 
 
 def main() -> None:
@@ -22,23 +27,31 @@ def main() -> None:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model = build_model()
     mine = nn.Sequential(*model[len(model) * rank // num_ranks : len(model) * (rank + 1) // num_ranks])
-    optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(mine.parameters(), lr=3e-3)
 
     stage = bpipe.PipelineStage(mine, rank, num_ranks, torch.device("cpu"))
-    # Only this line differs: bpipe.OneFOneB here is plain 1F1B, with bitwise identical losses and gradients.
-    schedule = bpipe.BalancedOneFOneB(stage, n_microbatches=8, loss_fn=nn.functional.mse_loss)
+    schedule = bpipe.OneFOneB(stage, n_microbatches=8, loss_fn=nn.functional.mse_loss)
+    if "--plain" not in sys.argv:  # the losses and gradients of the two are bitwise identical
+        schedule = bpipe.Balanced(schedule, budget="auto", optimizer=optimizer)
 
-    for step in range(1, NUM_STEPS + 1):
-        x = torch.randn(64, 8)
-        losses: list[Tensor] = []
-        optimizer.zero_grad()
-        schedule.step(x, target=x.norm(dim=1, keepdim=True), losses=losses, return_outputs=False)
-        optimizer.step()
-        if losses and step % 20 == 0:
-            print(f"step {step}/{NUM_STEPS}  loss {torch.stack(losses).mean():.4f}", flush=True)
+    def train(first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            x = torch.randn(2048, WIDTH)
+            losses: list[Tensor] = []
+            optimizer.zero_grad()
+            schedule.step(x, target=x.norm(dim=1, keepdim=True), losses=losses, return_outputs=False)
+            optimizer.step()
+            if losses and step % 20 == 0:  # the last rank has them
+                print(f"step {step}/{NUM_STEPS}  loss {torch.stack(losses).mean():.4f}", flush=True)
 
-    peak_kib = schedule.stats["peak_bytes"] / 1024
-    print(f"rank {rank}: {len(mine)} layers, at most {peak_kib:.0f} KiB of activations", flush=True)
+    train(1, NUM_STEPS - TRACED)
+    with bpipe.trace(schedule, "runs/own_model"):
+        train(NUM_STEPS - TRACED + 1, NUM_STEPS)
+
+    names = ("device_peak_bytes", "predicted_device_peak_bytes", "evicted_bytes")
+    peak, predicted, evicted = (schedule.stats[name] / 2**20 for name in names)
+    says = f"memory {peak:.2f} MiB at most, {predicted:.2f} predicted; {evicted:.2f} MiB evicted per step"
+    print(f"rank {rank}: {len(mine)} layers, {says}", flush=True)
     schedule.close()
     dist.destroy_process_group()
 
@@ -46,8 +59,8 @@ def main() -> None:
 def build_model() -> list[nn.Module]:
     """Return the layers of the whole model; each process builds it and draws the same batches, as each has the same seed."""
     torch.manual_seed(0)
-    hidden = [layer for _ in range(7) for layer in (nn.Linear(256, 256), nn.GELU())]
-    return [nn.Linear(8, 256), *hidden, nn.Linear(256, 1)]
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(NUM_BLOCKS)]
+    return [*blocks, nn.Linear(WIDTH, 1)]
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "mixed_precision": (4, r"step 60/60  loss [\d.]+  norm [\d.]+  next scale \d+"),
     "mixture_of_experts": (4, r"rank 2: its experts get .+ of the tokens"),
     "moe_overlap": (4, r"place 1, pipeline 0: weights the same to the bit; side by side takes [\d.]+ of the time"),
-    "own_model": (2, r"rank 1: \d+ layers, at most \d+ KiB of activations"),
+    "own_model": (4, r"rank 0: 3 layers, memory ([\d.]+) MiB at most, \1 predicted; [1-9.]\d*\.\d+ MiB evicted per step"),
     "recurrent_slices": (4, r"agreement   the gradients of slices are those of whole sequences"),
     "resume": (4, r"step 20 over 4 stages  loss [\d.]+"),
     "split_model": (4, r"rank 0: embedding.weight to blocks\.\d+\.[\w.]+, [\d.]+ MiB of activations"),

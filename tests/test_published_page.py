@@ -140,7 +140,7 @@ def test_43_percent_lie_between_two_and_four_stages_per_rank() -> None:
 
 
 def test_bitpipe_by_its_formula() -> None:
-    """A bubble of p-2 forwards at m = p = 8, against (p-1)(F+B) of 1F1B and half of that, interleaved: README.md's table."""
+    """A bubble of p-2 forwards at m = p = 8, against (p-1)(F+B) of 1F1B, half of it interleaved (docs/table-of-schedules.md)."""
     assert order_claims.bitpipe_gain("1F1B", 8) == (24 + 21) / (24 + 6)
     assert order_claims.bitpipe_gain("interleaved 1F1B, v = 2", 8) == (24 + 10.5) / (24 + 6)
     assert order_claims.bitpipe_gain("ZB-V", 8) < 1

@@ -98,7 +98,7 @@ def masked(text: str) -> list[str]:
     return re.sub(r"\d+\.\d+ s\b", "N s", re.sub(r"in step \d+", "in step N", text)).strip().splitlines()
 
 
-@pytest.mark.parametrize("page, silent", [("README.md", set()), ("docs/when-it-hangs.md", {1})])
+@pytest.mark.parametrize("page, silent", [("docs/tutorials/failures.md", set()), ("docs/when-it-hangs.md", {1})])
 def test_the_pages_show_what_is_logged(caplog, page, silent):
     ranks = Ranks(["0WAIT_RECV_B0", "1F1", "2WAIT_RECV_F1"])
     ranks.silent = silent

@@ -297,9 +297,9 @@ def test_build_refuses(arguments, message: str) -> None:
         build(*arguments)
 
 
-def test_the_readme_s_grid() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    assert str(build("balanced_1f1b", num_stages=4, num_microbatches=8)) in readme
+def test_the_grid_that_the_docs_explain() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "see-a-schedule.md").read_text()
+    assert str(build("balanced_1f1b", num_stages=4, num_microbatches=8)) in page
 
 
 @pytest.mark.parametrize("name", ["\x1b[31m", "a\x9bb", "a\u202eb", "a\x7f", "a" * 300])

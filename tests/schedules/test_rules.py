@@ -426,7 +426,7 @@ def test_every_rule_has_a_class_that_runs_it() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_formulas_for_people_are_those_that_are_computed(name: str) -> None:
-    """The texts of the README, read as Python."""
+    """The texts of docs/table-of-schedules.md, read as Python."""
     for p, m, k in product((3, 4, 7, 8), (8, 16, 21, 56), (1, 2, 5)):
         rule = RULES[name] if k == 1 or RULES[name].sliced is None else RULES[name].with_slices(k)
         peak_text, _, only = rule.peak_text.partition(" where ")

@@ -330,9 +330,9 @@ def test_the_lowest_is_no_higher_for_a_slow_link(capsys):
     assert slow["budgets"] == fast["budgets"] == [15 * GIB] * 8
 
 
-def test_the_readme_s_table_is_the_list_of_schedules(capsys):
+def test_the_docs_table_is_the_list_of_schedules(capsys):
     code, out, _ = run(capsys, "schedules", "--markdown")
-    assert code == 0 and out in (Path(__file__).parents[2] / "README.md").read_text()
+    assert code == 0 and out in (Path(__file__).parents[2] / "docs" / "table-of-schedules.md").read_text()
     assert out.count("\n") == 2 + len(rules())
 
 

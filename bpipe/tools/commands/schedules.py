@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 EXAMPLES = """examples:
   bpipe schedules
-  bpipe schedules --markdown      the README's table"""
+  bpipe schedules --markdown      the table of docs/table-of-schedules.md"""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +46,7 @@ def _paragraph(row: dict[str, str]) -> str:
 
 
 def markdown(found: Sequence[dict[str, str]]) -> str:
-    """Return the README's table of schedules."""
+    """Return the table of docs/table-of-schedules.md."""
     head = ("class", "name", "known as", "stages", "m", "peak on rank x, in microbatches", "bubble of the step")
     rows = [
         (f"`{row['class']}`", f"`{row['name']}`", *(row[key] for key in ("title", "stages", "microbatches", "peak", "bubble")))
