@@ -15,6 +15,7 @@ from typing import Any
 
 from bpipe.errors import BPipeError
 from bpipe.plan.amounts import show_bytes
+from bpipe.plan.collector import collector_paused
 from bpipe.schedules import Costs, Link, Plan, Timeline, rules
 from bpipe.schedules.rule import Placement
 from bpipe.tools import arguments
@@ -26,6 +27,7 @@ from bpipe.tools.scene import compose
 from bpipe.tools.summary import data_of, holds_of, share, slow_notes
 
 Words = tuple[str, ...]
+USUAL_SLICES = 4  # of the schedules that are made for slices
 
 
 def schedules() -> list[dict[str, Any]]:
@@ -40,6 +42,7 @@ def schedules() -> list[dict[str, Any]]:
             "stages_per_rank": rule.default_stages_per_rank,
             "has_stages": rule.placement is Placement.LOOPED,
             "has_slices": rule.sliced is not None,
+            "slices": USUAL_SLICES if rule.sliced is not None and rule.placement is Placement.ONE else 1,
         }
         for rule in rules()
     ]
@@ -52,19 +55,20 @@ def answer(settings: list[list[str]], *, is_first: bool = False) -> dict[str, An
         settings: for each, the words behind `bpipe simulate`.
         is_first: whether to return the whole page that draws the scene too, and not only its data.
     """
-    plans, timelines = [], []
-    for words in settings:
+    with collector_paused():
+        plans, possible = [], []
+        for words in map(tuple, settings):
+            try:
+                plans.append(_described(words))
+                possible.append(words)
+            except BPipeError as error:
+                plans.append({"error": str(error).partition("\n")[0]})
         try:
-            timelines.append(timeline_of(tuple(words)))
-            plans.append(_described(tuple(words)))
-        except BPipeError as error:
-            plans.append({"error": str(error).partition("\n")[0]})
-    try:
-        scene = compose(timelines) if timelines else None
-    except BPipeError as error:  # more boxes than a picture may have
-        return {"plans": [{"error": str(error)}] * len(plans), "scene": None, "numbers": []}
-    found = {"plans": plans, "scene": scene and as_data(scene), "numbers": numbers(timelines) if timelines else []}
-    return {**found, "page": render(scene)} if is_first and scene else found
+            scene = compose(list(map(timeline_of, possible))) if possible else None
+        except BPipeError as error:  # more boxes than a picture may have
+            return {"plans": [{"error": str(error)}] * len(plans), "scene": None, "numbers": []}
+        found = {"plans": plans, "scene": scene and as_data(scene), "numbers": numbers(possible) if possible else []}
+        return {**found, "page": render(scene)} if is_first and scene else found
 
 
 @lru_cache(maxsize=32)
@@ -95,9 +99,14 @@ def _described(words: Words) -> dict[str, Any]:
     }
 
 
-def numbers(timelines: list[Timeline]) -> list[list[str]]:
+@lru_cache(maxsize=32)
+def _data(words: Words) -> dict[str, Any]:
+    return data_of(timeline_of(words))
+
+
+def numbers(plans: list[Words]) -> list[list[str]]:
     """Return rows of a table: what is counted, what each plan has, and by how much the second differs from the first."""
-    found = [data_of(timeline) for timeline in timelines]
+    found = list(map(_data, plans))
     steps = [data["makespan_s"] for data in found]
     bubbles = [share(max(rank["bubble_s"] for rank in data["ranks"]), data["makespan_s"]) for data in found]
     evicted = [sum(rank["num_evicted"] for rank in data["ranks"]) for data in found]

@@ -10,7 +10,7 @@ const FIELDS = [
   { name: "ranks", label: "ranks, p", usual: "8", option: "--ranks", steps: [...upTo(16), 20, 24, 32] },
   { name: "microbatches", label: "microbatches, m", usual: "16", option: "--microbatches", steps: [...upTo(32), 40, 48, 56, 64, 80, 96, 128] },
   { name: "stages", label: "stages of a rank", usual: "2", option: "--stages-per-rank", steps: upTo(8), has: "has_stages" },
-  { name: "slices", label: "slices of a microbatch", usual: "4", option: "--slices", steps: upTo(8), has: "has_slices" },
+  { name: "slices", label: "slices of a microbatch", usual: "1", option: "--slices", steps: upTo(8), has: "has_slices" },
   { group: "Budget" },
   { name: "limit", label: "of each rank", usual: "no", choices: { no: "the schedule's own", slots: "in microbatches", bytes: "in bytes", lowest: "as low as possible" } },
   { name: "slots", label: "microbatches", usual: "5", option: "--slots", steps: upTo(32), when: "slots" },
@@ -108,6 +108,7 @@ function change({ name }, index, value, patience = 0) {
   if (!index) state.first[name] = value;
   else if (value === state.first[name]) delete state.second[name];
   else state.second[name] = value;
+  if (name === "schedule" && rule(index)) return change({ name: "slices" }, index, `${rule(index).slices}`);
   update(patience);
 }
 
