@@ -12,7 +12,7 @@ const FIELDS = [
   { name: "stages", label: "stages of a rank", usual: "2", option: "--stages-per-rank", steps: upTo(8), has: "has_stages" },
   { name: "slices", label: "slices of a microbatch", usual: "1", option: "--slices", steps: upTo(8), has: "has_slices" },
   { group: "Budget" },
-  { name: "limit", label: "of each rank", usual: "no", choices: { no: "the schedule's own", slots: "in microbatches", bytes: "in bytes", lowest: "as low as possible" } },
+  { name: "limit", label: "of each rank", usual: "no", choices: { no: "schedule's own", slots: "in microbatches", bytes: "in bytes", lowest: "lowest in bytes" } },
   { name: "slots", label: "microbatches", usual: "5", option: "--slots", steps: upTo(32), when: "slots" },
   { name: "budget", label: "device memory", usual: "16GiB", option: "--budget", steps: upTo(96), unit: "GiB", when: "bytes" },
   { group: "Costs" },
