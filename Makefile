@@ -12,7 +12,7 @@ TORCHRUN := $(VENV)/bin/torchrun --nnodes 1 --nproc-per-node $(STAGES) \
 	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-page bench gpu lint clean
+.PHONY: help train test test-all bench gpu lint clean
 
 help: ## Show this help
 	@echo "usage: make <target>"
@@ -30,6 +30,7 @@ test-all: $(READY) ## Run the exhaustive tests, which `make test` leaves out
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal -m exhaustive $(ARGS) \
 		|| [ $$? -eq 5 ]
 
+.PHONY: test-page
 test-page: $(READY) ## Test the page to play with in Chromium; needs npm, and apt-get install chromium or the like
 	@command -v chromium >/dev/null || { echo "no chromium here: install it, such as by apt-get install chromium"; exit 1; }
 	$(VENV)/bin/python -m docs.play

@@ -27,12 +27,12 @@ def build(folder: Path) -> None:
     """Write the page into a folder.
 
     Raises:
-        FileNotFoundError: there is no npm here.
+        FileNotFoundError: there is no npm here; the page is written, but only says that it is not built.
     """
-    packages = npm_packages()
     folder.mkdir(parents=True, exist_ok=True)
     for name in STATIC:
         shutil.copyfile(HERE / name, folder / name)
+    packages = npm_packages()
     files = {name: (packages / "pyodide" / name).read_bytes() for name in OF_PYODIDE} | {"bpipe.zip": sources()}
     runtime = {"worker": (HERE / "worker.js").read_text(encoding="utf-8"), "files": {name: _packed(files[name]) for name in files}}
     # A script, because browsers let a page that was opened from disk run scripts, but read no other file.
@@ -74,4 +74,9 @@ def _packed(content: bytes) -> str:
 
 
 if __name__ == "__main__":
-    build(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "play")
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "play"
+    try:
+        build(target)
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        sys.exit(f"docs.play: {error}")
+    print(f"wrote {target}: open index.html in a browser")

@@ -281,7 +281,10 @@ async function copy(text, button) {
 // ---- Setting up
 
 async function main() {
-  if (!globalThis.RUNTIME) return say("This page is not built yet: run `python -m docs.play` in bpipe's repository, and open build/play/index.html.");
+  if (!globalThis.RUNTIME) {
+    say("This page is not built yet: run `python -m docs.play` in bpipe's repository, and open build/play/index.html.");
+    return element("result").setAttribute("aria-busy", "false");
+  }
   await start();
   schedules = await post({ call: "schedules", given: {} });
   build();

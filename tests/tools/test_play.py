@@ -21,7 +21,8 @@ from bpipe.tools.cli import main
 from bpipe.tools.page import as_data, render
 from bpipe.tools.scene import compose
 from docs.play import answers
-from docs.play.__main__ import HERE, sources
+from docs.play.__main__ import HERE, STATIC, sources
+from docs.play.__main__ import build as build_page
 
 SIZES = "--ranks 4 --microbatches 8"
 COSTS = f"{SIZES} --forward 30ms --saved 1.5GiB --output 32MiB --static 8GiB --bandwidth 50GB/s --latency 10us"
@@ -158,3 +159,16 @@ def test_the_sources_that_the_page_carries_are_enough_without_any_package(tmp_pa
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout) == json.loads(json.dumps(answers.answer([words.split() for words in asked], is_first=True)))
     assert sources() == sources()
+
+
+def test_without_npm_the_page_is_there_and_says_that_it_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(FileNotFoundError, match=r"there is none here: install Node\.js"):
+        build_page(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(STATIC)
+    assert "python -m docs.play" in (tmp_path / "play.js").read_text()
+
+
+def test_no_file_of_the_page_names_a_host() -> None:
+    for path in (path for path in HERE.iterdir() if path.is_file()):
+        assert not re.search(r"https?://|\"resolved\"", path.read_text()), path
