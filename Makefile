@@ -13,7 +13,7 @@ TORCHRUN := $(VENV)/bin/torchrun --nnodes 1 --nproc-per-node $(STAGES) \
 	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-trainers bench gpu docs lint clean
+.PHONY: help train test test-all test-trainers test-page bench gpu docs lint clean
 
 help: ## Show this help
 	@echo "usage: make <target>"
@@ -33,6 +33,11 @@ test-all: $(READY) ## Run the exhaustive tests, which `make test` leaves out
 
 test-trainers: $(TRAINERS)/.ready ## Run bpipe inside torchtitan, Modalities and Accelerate, from a virtual environment of their own
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(TRAINERS)/bin/python -m pytest tests/trainers $(ARGS)
+
+test-page: $(READY) ## Test the page to play with in Chromium; needs npm, and apt-get install chromium or the like
+	@command -v chromium >/dev/null || { echo "no chromium here: install it, such as by apt-get install chromium"; exit 1; }
+	$(VENV)/bin/python -m docs.play
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest -m exhaustive tests/tools/test_play_in_browser.py $(ARGS)
 
 bench: $(READY) ## Measure what bpipe costs beside its alternatives, all studies or STUDIES="...", into benchmarks/RESULTS.md
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m benchmarks $(STUDIES)

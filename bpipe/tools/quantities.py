@@ -45,7 +45,12 @@ def bytes_per_second_of(text: str) -> float:
 
 
 def seconds_of(text: str) -> float:
-    """Read a time: `0.1`, `20ms`, `5us`."""
+    """Read a time: `0.1`, `20ms`, `5us`.
+
+    Example:
+        >>> seconds_of("20ms"), seconds_of("10us")
+        (0.02, 1e-05)
+    """
     return _read(text, SECONDS, "seconds, such as 0.1, 20ms or 5us")
 
 
@@ -58,7 +63,7 @@ def _read(text: str, units: Mapping[str, float], expected: str) -> float:
     unit = units.get(match[2].lower()) if match else None
     if unit is None or not isfinite(number * unit):
         raise ConfigurationError(f"{text!r} is not a number of {expected}")
-    return number * unit
+    return number * unit if unit >= 1 else number / round(1 / unit)  # 10 * 1e-6 is not 1e-5, and 10 / 10**6 is
 
 
 def one_or_each(text: str, read: Callable[[str], T]) -> T | tuple[T, ...]:

@@ -18,6 +18,7 @@ function element(id) {
     addEventListener(name, listener) { this.listeners[name] = listener; },
     setAttribute(name, value) { this[name] = value; },
     append(...parts) { this.children.push(...parts); },
+    replaceChildren(...parts) { this.children = parts; },
     getContext: () => pen,
     getBoundingClientRect: () => ({ left: 0, top: 0 }),
     setPointerCapture() {},

@@ -320,3 +320,24 @@ def test_the_canvas_tells_those_who_cannot_see_it(tmp_path: Path) -> None:
     said = run(tmp_path, page(timeline("1f1b", 2, 4)), 'return elements.canvas["aria-label"];')
     assert "1f1b: p = 2, m = 4" in said and "Rank 0 peaks at device 2.00 GiB, activations 2.00 GiB." in said
     assert "Rank 1 peaks at device 1.00 GiB, activations 1.00 GiB." in said
+
+
+def test_a_page_shows_another_scene_in_place_of_its_own(tmp_path: Path) -> None:
+    other = as_data(compose([timeline("balanced_1f1b", 4, 8), timeline("1f1b", 4, 8)]))
+    shown = run(
+        tmp_path,
+        page(timeline("1f1b", 2, 12)),
+        f"""
+        choose(11);
+        const before = elements.legend.children.length;
+        zoom(0.1);
+        show({json.dumps(other)});
+        const names = places.panels.map(({{ panel }}) => panel.name);
+        return [names, [view.begin, view.end], view.microbatch, elements.slider.max, before, elements.legend.children.length];
+        """,
+    )
+    assert shown[:4] == [["balanced_1f1b", "1f1b"], [other["begin"], other["end"]], 7, 7]
+    assert shown[4] < shown[5]  # evictions and loads are new; nothing of the first legend stays
+
+    again = run(tmp_path, page(timeline("1f1b", 2, 12)), "show(data); show(data); return elements.legend.children.length;")
+    assert again == shown[4]
