@@ -71,3 +71,10 @@ def test_how_to_cite() -> None:
     assert citation["version"] == bpipe.__version__ and citation["license"] == "Apache-2.0"
     assert citation["authors"] == [{"name": "The bpipe authors"}]
     assert [one["title"] for one in citation["references"] if "BPipe: Memory-Balanced" in one["title"]]
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\d+\.\d+\.\d+)$", text, re.MULTILINE)[0] == bpipe.__version__
+    newest = text.split("\n## ")[1]
+    assert re.findall(r"^### (.+)$", newest, re.MULTILINE) == ["Breaking changes, and what to do", "Added", "Changed", "Fixed"]

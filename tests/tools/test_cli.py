@@ -426,7 +426,8 @@ def test_env_names_what_is_here(capsys):
 
 
 def test_env_can_be_pasted_into_an_issue(capsys, monkeypatch):
-    """It says which variables are set and not to what, and names no machine, user or path."""
+    """It says which variables are set and not to what, names no machine, user or path, and needs no extra."""
+    monkeypatch.setitem(sys.modules, "rich", None)
     monkeypatch.setenv("BPIPE_SECRET", "do-not-tell")
     found, (_, out, _) = data(capsys, "env"), run(capsys, "env")
     assert found["torch"] == torch.__version__ and {"ortools", "flash-attn-4", "transformers"} <= set(found)

@@ -1,6 +1,6 @@
 """Show what bpipe finds on this machine: versions, devices, backends, and the extras that are installed.
 
-What it prints is made to be pasted into an issue: it names no machine, user or path.
+What it prints is made to be pasted into an issue: it names no machine, user or path, and needs no extra.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from bpipe._version import __version__
 from bpipe.environment import names_set
 from bpipe.extras import EXTRAS
-from bpipe.tools.terminal import Result, sign_of_life, table
+from bpipe.tools.terminal import Result, sign_of_life
 
 __all__: list[str] = []
 
@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     with sign_of_life("Loading torch"):
         found = {**_versions(), **_torch()}
-    return Result(data=found, shown=lambda: [table(["what", "found"], [(name, _told(value)) for name, value in found.items()])])
+    return Result(data=found, shown=lambda: [f"{name + ':':14} {_told(value)}" for name, value in found.items()])
 
 
 def _versions() -> dict[str, str]:
