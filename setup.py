@@ -34,6 +34,7 @@ TEST = [
     "pytest>=8.2",
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
+    "pyyaml>=6",
     "ruff>=0.9",
     "scipy>=1.12",  # an exact search, which bounds what the balance pass moves
     "setuptools>=77",  # the build's own backend: tests build the package without network

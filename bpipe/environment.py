@@ -10,6 +10,7 @@ __all__: list[str] = []
 
 INTERFACE_VARIABLES = "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
 MOST_DIGITS = 9
+PREFIXES = ("BPIPE_", "CUDA_", "GLOO_", "NCCL_", "PYTORCH_", "TORCH_")
 
 
 def gloo_interfaces() -> list[str]:
@@ -67,3 +68,8 @@ def ranks_on_this_node() -> int | None:
     """Return how many ranks torchrun has started on this node; None if torchrun did not start this process."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(given) if given.isdecimal() and len(given) <= MOST_DIGITS else None
+
+
+def names_set() -> list[str]:
+    """Return which variables of bpipe, PyTorch and its backends are set; not to what, since values may be secrets or addresses."""
+    return sorted(name for name in os.environ if name.startswith(PREFIXES))

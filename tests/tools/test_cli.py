@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import getpass
 import json
+import platform
 import re
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from bpipe.errors import is_printable
 from bpipe.extras import how_to_install
@@ -420,6 +423,17 @@ def test_env_names_what_is_here(capsys):
     assert found["torch"].startswith("2.") and "gloo" in found["backends"] and found["cpu_cores"] >= 1
     code, out, _ = run(capsys, "env")
     assert code == 0 and "gloo" in out
+
+
+def test_env_can_be_pasted_into_an_issue(capsys, monkeypatch):
+    """It says which variables are set and not to what, names no machine, user or path, and needs no extra."""
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setenv("BPIPE_SECRET", "do-not-tell")
+    found, (_, out, _) = data(capsys, "env"), run(capsys, "env")
+    assert found["torch"] == torch.__version__ and {"ortools", "flash-attn-4", "transformers"} <= set(found)
+    assert "BPIPE_SECRET" in found["variables"] and "BPIPE_SECRET" in out
+    assert "do-not-tell" not in out and "/" not in out
+    assert not {platform.node(), getpass.getuser()} & set(out.split())
 
 
 @pytest.mark.parametrize(

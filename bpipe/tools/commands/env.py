@@ -1,14 +1,20 @@
-"""Show what bpipe finds on this machine: versions, devices, backends, and the extras that are installed."""
+"""Show what bpipe finds on this machine: versions, devices, backends, and the extras that are installed.
+
+What it prints is made to be pasted into an issue: it names no machine, user or path, and needs no extra.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
 import platform
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 from bpipe._version import __version__
-from bpipe.tools.terminal import Result, sign_of_life, table
+from bpipe.environment import names_set
+from bpipe.extras import EXTRAS
+from bpipe.tools.terminal import Result, sign_of_life
 
 __all__: list[str] = []
 
@@ -16,7 +22,8 @@ EXAMPLES = """examples:
   bpipe env
   bpipe env --json > environment.json"""
 
-PACKAGES = ("torch", "numpy", "rich", "matplotlib", "perfetto", "flash-attn-4")
+OPTIONAL = [re.split("[<=>]", package)[0] for packages in EXTRAS.values() for package in packages]
+PACKAGES = ["torch", "numpy", *OPTIONAL, "transformers"]
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     with sign_of_life("Loading torch"):
         found = {**_versions(), **_torch()}
-    return Result(data=found, shown=lambda: [table(["what", "found"], [(name, _told(value)) for name, value in found.items()])])
+    return Result(data=found, shown=lambda: [f"{name + ':':14} {_told(value)}" for name, value in found.items()])
 
 
 def _versions() -> dict[str, str]:
@@ -53,7 +60,8 @@ def _torch() -> dict[str, object]:
     kind = torch.accelerator.current_accelerator(check_available=True)
     indices = range(0 if kind is None else torch.accelerator.device_count())
     devices = [name_of(torch.device(kind.type, index)) for index in indices if kind is not None]
-    return {"cpu_cores": os.cpu_count(), "gpus": devices, "backends": backends()}
+    found = {"cpu_cores": os.cpu_count(), "gpus": devices, "backends": backends(), "variables": names_set()}
+    return {"torch": torch.__version__, **found}  # says which build it is, as the package's version does not always
 
 
 def _told(value: object) -> str:
