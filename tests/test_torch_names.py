@@ -315,7 +315,7 @@ def test_a_schedule_that_has_run_takes_another_order() -> None:
     for schedule in made:
         schedule._prepare_schedule_with_comms({rank: row.split(",") for rank, row in enumerate(rows)})
     assert torch.equal(loopback.step(made, x, target=x), first)
-    assert [str(action) for action in made[0].plan.compute(0)] == rows[0].split(",")
+    assert [[str(action) for action in made[0].plan.compute(rank)] for rank in (0, 1)] == [row.split(",") for row in rows]
 
 
 def test_orders_that_do_not_fit_are_refused() -> None:
