@@ -32,6 +32,7 @@ def pipelining_fn(
     *,
     balanced: Mapping[str, Any] | None = None,
     auto: Mapping[str, Any] | None = None,
+    input_args: Any = None,
     **options: Any,
 ) -> Callable[..., Pipeline]:
     """Make the `pipelining_fn` of a torchtitan (0.3.0) `ModelSpec`.
@@ -46,6 +47,8 @@ def pipelining_fn(
         balanced: arguments of `bpipe.Balanced`, to balance the schedule in bytes; default: do not balance.
         auto: arguments of `bpipe.auto`, which chooses the plan for the stages that `schedule` places; default: run `schedule`.
             `replicas` may be a function that gets torchtitan's `parallel_dims` and returns the group.
+        input_args: for a dry run with `comm.mode = "fake_backend"`, what a stage but the first gets in one microbatch, as for
+            `PipelineStage`: such as `torch.empty(microbatch_size, seq_len, dim, dtype=torch.bfloat16, device="meta")`.
         options: further arguments of the schedule, such as `slots` or `timeout_s`.
 
     Returns:
@@ -57,7 +60,7 @@ def pipelining_fn(
         >>> import bpipe
         >>> build = pipelining_fn(bpipe.Interleaved1F1B, timeout_s=60.0)  # replace(model_spec, pipelining_fn=build)
     """
-    return _Pipelining(schedule, balanced, auto, options)
+    return _Pipelining(schedule, balanced, auto, input_args, options)
 
 
 class _Pipelining:
@@ -68,9 +71,11 @@ class _Pipelining:
         schedule: type[Schedule],
         balanced: Mapping[str, Any] | None,
         auto: Mapping[str, Any] | None,
+        input_args: Any,
         options: dict[str, Any],
     ) -> None:
         self._schedule, self._balanced, self._auto, self._options = schedule, balanced, auto, options
+        self._input_args = input_args
         self._rule = rule_named(schedule.rule)
         if balanced is not None and auto is not None:
             raise ConfigurationError("balanced= keeps the schedule's order, and auto= chooses one: give one of them")
@@ -127,8 +132,9 @@ class _Pipelining:
         parts = split_model(model, lists, missing="none")
         owners = self._rule.placement.stage_ranks(num_ranks, per_rank)
         get_mesh = _get_mesh(parallel_dims)
+        examples = [None] + [self._input_args] * (len(lists) - 1)
         return [
-            PipelineStage(part, index, len(lists), device, group, get_mesh=get_mesh)
+            PipelineStage(part, index, len(lists), device, examples[index], group=group, get_mesh=get_mesh)
             for index, part in enumerate(parts)
             if owners[index] == mesh.get_local_rank()
         ]

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import bpipe
 from bpipe.errors import ConfigurationError
 from bpipe.torchtitan import pipelining_fn
+from tests.dry_run.fake_group import fake_group
 from tests.partition.models import Decoder, assert_equal, cross_entropy, taken_gradients, words
 from tests.ranks import run_ranks
 
@@ -205,3 +206,19 @@ def test_a_model_without_layers_is_cut_by_names_alone() -> None:
             parallelize_fn=parallelize,
             loss_fn=loss_fn,
         )
+
+
+@pytest.mark.parametrize("rank", [1, 3])
+def test_a_dry_run(rank: int) -> None:
+    """torchtitan's `comm.mode = "fake_backend"`: one process is a rank of a group whose others do not exist."""
+    tokens = words(SIZE).shape[1]
+    with fake_group(rank, size=4):
+        hidden = torch.empty(SIZE, tokens, 16, device="meta")
+        schedule, (part,), _, has_last = call(pipelining_fn(bpipe.OneFOneB, input_args=hidden), rank, 4)
+        part.to_empty(device="cpu")
+        with torch.no_grad():
+            part.init_weights()
+        target = {"target_mbs": list(words(M * SIZE).chunk(M))} if has_last else {}
+        output = schedule.step(arg_mbs=[()] * M, kwarg_mbs=[{}] * M, **target)
+        assert (output is not None) == has_last and schedule.stats["peak_slots"] == min(M, 4 - rank)
+        schedule.close()

@@ -17,6 +17,7 @@ from bpipe.memory.makeup import Makeups
 from bpipe.model.cut import cut_of
 from bpipe.model.examples import NAMES, Example, Examples, examples_of, inputs_of, is_example
 from bpipe.model.of_torch_alone import STAGE, check_overrides, missing
+from bpipe.model.torch_graph import check_neighbours
 from bpipe.skips.routes import named_skips
 
 __all__ = ["PipelineStage"]
@@ -250,6 +251,7 @@ class _AdoptedStage(PipelineStage):
     def __init__(self, stage: Any) -> None:
         get_mesh = getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None)
         super().__init__(stage.submod, stage.stage_index, stage.num_stages, stage.device, group=stage.group, get_mesh=get_mesh)
+        check_neighbours(stage)
         self.input_forms = inputs_of(stage)
         self._stage = stage
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import pipelining
+from torch.distributed.fsdp import fully_shard
 
 import bpipe
 from bpipe.errors import ConfigurationError
@@ -229,6 +230,19 @@ def test_a_dimension_of_a_mesh_of_a_fake_group() -> None:
         schedule.close()
     finally:
         dist.destroy_process_group()
+
+
+def test_fsdp2_and_clipping_over_other_dimensions() -> None:
+    """Shards are this rank's, and helpers of training find a device for the collectives that do nothing."""
+    with fake_group(6, size=16):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (4, 4), mesh_dim_names=("dp", "pp"))
+        module = fully_shard(module_of(2), mesh=mesh["dp"])
+        schedule = bpipe.OneFOneB(bpipe.PipelineStage(module, 2, 4, "cpu", EXAMPLE, group=mesh["pp"]), M, loss_fn=mse)
+        schedule.step()
+        shapes = [tuple(parameter.grad.to_local().shape) for parameter in module.parameters()]
+        assert shapes == [(4, WIDTH), (4,), (2, 2 * WIDTH), (2,)]
+        assert bpipe.clip_grad_norm_(module.parameters(), 1.0, group=mesh["pp"].get_group()) == 0
+        schedule.close()
 
 
 def test_a_rank_of_the_group_that_holds_another_rank_of_the_plan() -> None:

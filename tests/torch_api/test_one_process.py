@@ -113,6 +113,20 @@ def test_gradients_of_the_batch_itself() -> None:
     assert torch.equal(x.grad, torch.full((2,), 18.0)) and torch.equal(scale.grad, torch.full((2,), 6.0))
 
 
+def test_batches_of_another_size_are_learned() -> None:
+    """And outputs of another dtype: torch's schedules refuse what differs from the first step."""
+    modules, loopback = blocks(2), bpipe.Loopback(2)
+    stages = [bpipe.PipelineStage(one, i, 2, CPU, group=loopback.rank(i)) for i, one in enumerate(modules)]
+    schedules = [bpipe.ScheduleGPipe(stage, 2, sum_of_squares) for stage in stages]
+    for size in (8, 10, 8):
+        x = torch.ones(size, WIDTH)
+        assert loopback.step(schedules, x, target=x).shape == (size, WIDTH)
+    for module in modules:
+        module.to(torch.float64)
+    x = torch.ones(8, WIDTH, dtype=torch.float64)
+    assert loopback.step(schedules, x, target=x).dtype is torch.float64
+
+
 ONE = torch.zeros(2, 4)
 WRONG_PIECES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "a batch beside its pieces": ((ONE,), {"arg_mbs": [(ONE,), (ONE,)]}),

@@ -14,6 +14,8 @@ from bpipe.errors import ConfigurationError
 
 __all__: list[str] = []
 
+FAKE = "fake"  # torch's backend that does not communicate; it takes tensors of any device
+
 # The pipelines of each group, as this process has made them. A store may outlive the process, because an elastic agent keeps it for
 # the processes that it starts in place of those that failed, and these begin to count anew.
 _NUM_PIPELINES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
@@ -48,12 +50,13 @@ def backends_of(group: Any) -> dict[str, str]:
 
 def is_fake(group: Any, device: torch.device) -> bool:
     """Return whether a process group only pretends to communicate for a device: torch's backend "fake"."""
-    return dist.is_initialized() and backends_of(group).get(device.type) == "fake"
+    return dist.is_initialized() and backends_of(group).get(device.type) == FAKE
 
 
 def device_of(group: Any) -> torch.device:
     """Return the device for tensors of a group's collectives: this rank's, if the group has a backend for devices, else the CPU."""
-    kinds = [kind for kind, backend in backends_of(group).items() if kind != "cpu" and maker_of(backend) is not None]
+    backends = backends_of(group).items()
+    kinds = [kind for kind, backend in backends if kind != "cpu" and backend != FAKE and maker_of(backend) is not None]
     return with_index(torch.device(kinds[0] if kinds else "cpu"))
 
 
