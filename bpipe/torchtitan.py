@@ -1,4 +1,7 @@
-"""bpipe's schedules in torchtitan: a function for the `pipelining_fn` of a `ModelSpec`. torchtitan itself is not imported here."""
+"""bpipe's schedules in torchtitan: a function for the `pipelining_fn` of a `ModelSpec`.
+
+torchtitan itself is not imported here. `make test-trainers` runs its trainer with this function.
+"""
 
 from __future__ import annotations
 

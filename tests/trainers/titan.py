@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def train(
     way: str = "torch",
     options: dict[str, Any] | None = None,
     checkpoints: bool = False,
+    model: str = "llama3",
     changes: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train as `torchtitan.train.main` does.
@@ -47,6 +49,7 @@ def train(
         schedule: as torchtitan's configuration names it, or a class of bpipe's with `way="function"`.
         way: "torch", torchtitan as it is; "import", with its import changed; "function", with `bpipe.torchtitan.pipelining_fn`.
         options: of `pipelining_fn`.
+        model: "llama3", torchtitan's own, or "transformers", one of Transformers' in torchtitan's backend for these.
         checkpoints: whether every second step is saved, and the last one that was saved is loaded first.
         changes: further attributes of the configuration, such as "training.steps".
 
@@ -55,28 +58,53 @@ def train(
     """
     os.chdir(folder)
     cpu.leave_group()
-    config = _config(steps, degree, "1F1B" if way == "function" else schedule)
+    config = _config(MODELS[model](), steps)
+    config.parallelism.pipeline_parallel_degree = degree
+    config.parallelism.pipeline_parallel_schedule = "1F1B" if way == "function" else schedule
     config.checkpoint = CheckpointManager.Config(enable=checkpoints, interval=2, last_save_model_only=False)
     for name, value in (changes or {}).items():
         part, _, attribute = name.rpartition(".")
         setattr(getattr(config, part) if part else config, attribute, value)
     if way == "import":
-        changed = load_changed("torchtitan.distributed.pipeline_parallel").pipeline_llm
-        config.model_spec = replace(config.model_spec, pipelining_fn=changed)
+        sys.modules[PIPELINES["llama3"]] = load_changed(PIPELINES["llama3"])  # the other one imports it
+        build = config.model_spec.pipelining_fn.__name__
+        config.model_spec = replace(config.model_spec, pipelining_fn=getattr(load_changed(PIPELINES[model]), build))
     elif way == "function":
         config.model_spec = replace(config.model_spec, pipelining_fn=pipelining_fn(getattr(bpipe, schedule), **(options or {})))
     return _run(config.build())
 
 
-def _config(steps: int, degree: int, schedule: str) -> Trainer.Config:
-    """Return torchtitan's debug model with short sequences, and with an attention that has a backward on CPU."""
+def _llama3() -> Trainer.Config:
+    """Return torchtitan's debug model with an attention that has a backward on CPU."""
     config = llama3_debugmodel()
     for layer in config.model_spec.model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    return config
+
+
+def _transformers() -> Trainer.Config:
+    """Return the debug model of torchtitan's backend for Transformers, a Qwen3 whose configuration is made here."""
+    from torchtitan.experiments.transformers_modeling_backend import config_registry
+    from transformers import Qwen3Config
+
+    Qwen3Config(vocab_size=512, intermediate_size=512, head_dim=16, architectures=["Qwen3ForCausalLM"]).save_pretrained("qwen3")
+    config = config_registry.transformers_modeling_backend_debugmodel()
+    config.hf_model = "./qwen3"
+    return config
+
+
+MODELS = {"llama3": _llama3, "transformers": _transformers}
+PIPELINES = {
+    "llama3": "torchtitan.distributed.pipeline_parallel",
+    "transformers": "torchtitan.experiments.transformers_modeling_backend.pipeline",
+}
+
+
+def _config(config: Trainer.Config, steps: int) -> Trainer.Config:
+    """Return the configuration with short sequences and few steps."""
     config.training.steps, config.training.seq_len, config.training.local_batch_size = steps, SEQUENCE, BATCH
     config.training.disable_cuda_graphs = True  # torchtitan asks for it with a pipeline
     config.debug.seed, config.debug.deterministic = 7, True
-    config.parallelism.pipeline_parallel_degree, config.parallelism.pipeline_parallel_schedule = degree, schedule
     text = HuggingFaceTextDataLoader.Config(dataset="c4_test")
     config.validator = Validator.Config(enable=True, freq=2, steps=1, dataloader=text)
     return config
@@ -88,7 +116,8 @@ def _run(trainer: Trainer) -> dict[str, Any]:
     _listen(trainer.metrics_processor, "log_validation", found["validation"])
     trainer.train()
     found["parameters"] = {
-        name: value.full_tensor().clone() for part in trainer.model_parts for name, value in part.named_parameters()
+        name.replace("_checkpoint_wrapped_module.", ""): value.full_tensor().clone()
+        for part in trainer.model_parts for name, value in part.named_parameters()
     }
     found["class"] = type(trainer.pp_schedule).__module__
     trainer.close()
