@@ -139,9 +139,10 @@ def advise(
         )
     batches = advise_inputs.batches_of(batch, stages, tensor_parallel, num_devices)
     sizes = {p: advise_inputs.sizes_of(microbatch_sizes, batches[p], workload.microbatch_sizes) for p in stages}
+    usable = f"{gib(memory - reserved)} GiB to use per device ({gib(memory)} GiB less {gib(reserved)} set aside)"
     title = (
-        f"{workload.name}{_where(found, stages, tensor_parallel)}, {batch} sequences per step, {gib(memory)} GiB per device "
-        f"of which {gib(reserved)} are set aside, links of {gb_per_s(links.link.bytes_per_s)}"
+        f"{workload.name}{_where(found, stages, tensor_parallel)}, {batch} sequences per step, {usable}, links of "
+        f"{gb_per_s(links.link.bytes_per_s)}"
     )
     many = MOST_MICROBATCHES if microbatch_sizes is None and workload.microbatch_sizes is None else batch
     evaluator = Evaluator(workload, batch, batches, memory, reserved, many, slices)

@@ -15,8 +15,9 @@ from bpipe.estimate.checks import check_count, check_positive
 __all__ = ["ASSUMPTIONS", "Estimate", "bubble_factor", "estimate", "mfu", "speed_up", "stage_mfu", "step_s"]
 
 ASSUMPTIONS = (
-    "Huang et al.'s estimates (E1 to E4) take all stages to be as slow as the slowest, 1F1B, a bubble of p - 1 microbatches, and "
-    "neither transfers nor balancing to cost anything: for equal stages an upper bound. Recomputed operations do not count in MFU."
+    "Huang et al.'s estimates (arXiv 2401.02088) take all stages to be as slow as the slowest, 1F1B, a bubble of p - 1 "
+    "microbatches, and neither transfers nor balancing to cost anything: for equal stages an upper bound. Recomputed operations do "
+    "not count in MFU."
 )
 
 
@@ -52,12 +53,12 @@ class Estimate:
     assumptions: str
 
     def __str__(self) -> str:
-        steps = f"a step of {self.step_s[0]:.4g} s becomes one of {self.step_s[1]:.4g} s (E1)"
+        steps = f"a step of {self.step_s[0]:.4g} s becomes one of {self.step_s[1]:.4g} s"
         shares = ""
         if self.stage_mfu is not None and self.mfu is not None:
             (x, y), (before, after) = self.stage_mfu, self.mfu
-            shares = f", a stage's MFU of {x:.1%} one of {y:.1%} (E2), the pipeline's of {before:.1%} one of {after:.1%} (E3)"
-        return f"Huang et al.'s E4, for equal stages: {self.speed_up:.3f}x; {steps}{shares}."
+            shares = f"; a stage alone reaches {y:.1%} of the peak, after {x:.1%}, and the pipeline {after:.1%}, after {before:.1%}"
+        return f"Huang et al.'s estimate, for equal stages: {self.speed_up:.3f} times as fast; {steps}{shares}."
 
 
 def step_s(batch: int, microbatch_size: int, num_stages: int, stage_s: float) -> float:

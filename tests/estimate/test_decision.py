@@ -143,7 +143,8 @@ def test_estimates_are_those_of_huang() -> None:
     assert found.mfu[1] == huang.mfu(32, 2, 8, found.stage_mfu[1])
     assert found.step_s[0] == pytest.approx(huang.step_s(32, 1, 8, plain.sequence_s))
     assert found.speed_up == pytest.approx(found.step_s[0] / found.step_s[1])
-    assert "Huang et al.'s E4, for equal stages: " in advice.verdict and "(E1)" in advice.verdict and "(E3)" in advice.verdict
+    said = "Huang et al.'s estimate, for equal stages: ", "a stage alone reaches 45.0% of the peak, after 30.0%"
+    assert all(text in advice.verdict for text in said) and "E1" not in advice.verdict
 
 
 @pytest.mark.parametrize(
@@ -175,3 +176,26 @@ def test_assumed_efficiency_is_told_and_a_measured_one_is_not() -> None:
     assert "assumed, not measured" in advise(MODEL, memory_bytes=between(1), **SETUP).verdict
     assert "taken for every size" in advise(MODEL, memory_bytes=between(1), efficiency=0.4, **SETUP).verdict
     assert "efficiency" not in advise(MODEL, memory_bytes=between(1), efficiency={1: 0.4, 2: 0.4}, **SETUP).verdict
+
+
+def test_the_break_even_of_a_larger_microbatch_is_said_and_true() -> None:
+    setup: dict[str, Any] = {"batch": 128, "num_stages": 8, "tensor_parallel": 4, "device": "a100-80gb", "recomputations": ["none"]}
+    advice = advise("gpt3-96b", microbatch_sizes=[1, 2], **setup)
+    assert "\nIt pays if microbatch 2 reaches at least 47% of the peak, where microbatch 1 reaches 45%.\n" in advice.verdict
+    for share, pays in ((0.468, False), (0.478, True)):
+        found = advise("gpt3-96b", efficiency={1: 0.45, 2: share}, **setup)
+        plain, balanced = (
+            next(one for one in found.candidates if one.fits and (one.is_balanced, one.microbatch_size) == kind)
+            for kind in ((False, 1), (True, 2))
+        )
+        assert (balanced.step_s < plain.step_s) is pays
+
+
+def test_the_break_even_of_measured_stages_is_in_seconds() -> None:
+    advice = advise(MODEL, efficiency={1: 0.3, 2: 0.45}, recomputations=["none"], memory_bytes=between(1), **SETUP)
+    plain, balanced = advice.best_plain, advice.best_balanced
+    assert plain is not None and balanced is not None
+    said = words.pays_from(plain, balanced, None)
+    assert said.startswith("It pays if the slowest stage takes at most ") and "for a microbatch of 2; it takes " in said
+    assert words.pays_from(plain, plain, None) == ""
+    assert words.pays_from(plain, balanced, lambda size: 3.0).startswith("It pays for no efficiency: microbatch 2 would have to ")

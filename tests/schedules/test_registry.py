@@ -19,6 +19,7 @@ import bpipe
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.estimate.candidates import variants
 from bpipe.schedules import Action, Costs, Op, Rule, build, check_rule, names, register, rules, simulate, unregister
+from bpipe.schedules.registry import rule_named
 from bpipe.tools.cli import main
 from tests.models import batch_of, modules_of, mse, single_process
 
@@ -201,3 +202,31 @@ def test_the_command_line_finds_the_rules_of_installed_packages(tmp_path: Path) 
     assert done.returncode == 0 and done.stdout.startswith(f"{NAME}: 4 stages, 8 microbatches, peak slots 5 4 3 2")
     warned = [line for line in done.stderr.splitlines() if "left out" in line]
     assert len(warned) == 2 and "'gone' of early" in warned[0] and "got function" in warned[1]
+
+
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("GPIPE", "gpipe"),
+        ("ScheduleInterleaved1F1B", "interleaved_1f1b"),
+        ("ScheduleZBVZeroBubble", "zbv"),
+        ("ScheduleLoopedBFS", "breadth_first"),
+        ("ScheduleDualPipeV", "dualpipe_v"),
+        ("BalancedOneFOneB", "balanced_1f1b"),
+        ("balanced-1f1b", "balanced_1f1b"),
+        ("VHalf", "v_half"),
+        ("ZBH1", "zb_h1"),
+    ],
+)
+def test_names_of_classes_and_other_spellings_are_found(name: str, found: str) -> None:
+    assert rule_named(name).name == found
+
+
+def test_every_name_finds_itself_in_capitals() -> None:
+    assert [rule_named(name.upper()).name for name in names()] == list(names())
+
+
+@pytest.mark.parametrize("typo, near", [("1fb1", "1f1b"), ("Schedule1F1BB", "1f1b"), ("interleavd", "interleaved_1f1b")])
+def test_a_typo_gets_a_suggestion(typo: str, near: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"no schedule is called '{typo}', did you mean '{near}'"):
+        rule_named(typo)

@@ -303,6 +303,25 @@ def test_a_trace_in_bytes_says_what_messages_take(capsys, tmp_path: Path):
     assert told.startswith("bpipe: note: gpipe: the traced plan counts slots and says nothing of messages") and told not in out
 
 
+def test_advise_speaks_of_options(capsys):
+    machine = ("--device", "a100-80gb", "--stages", "4", "--batch", "16", "--effort", "0", "--schedules", "1f1b")
+    _, out, _ = run(capsys, "advise", "gpt3-13b", *machine)
+    words = " ".join(out.split())
+    assert "--efficiency 1=0.33,2=0.47" in words and "efficiency={" not in words and ".candidates" not in words
+    assert "To run it: --out plan.txt writes the plan" in words and "E1" not in words
+    assert "76.0 GiB to use per device (80.0 GiB less 4.0 set aside)" in words and "of 76.0 GiB" in words
+
+
+def test_a_plan_without_a_limit_says_why_nothing_moves(capsys):
+    _, out, _ = run(capsys, "show", "1f1b", *SMALL, "--saved", "1GiB", "--budget=-,-,-,-")
+    assert "1f1b has no limit to keep, because none was given: nothing moves;" in out
+
+
+@pytest.mark.parametrize("name", ["1F1B", "OneFOneB", "Schedule1F1B", "1f1b"])
+def test_schedules_have_the_names_of_their_classes_too(capsys, name):
+    assert run(capsys, "show", name, *SMALL)[1] == str(build("1f1b", 4, 8)) + "\n"
+
+
 def test_no_limit_on_the_first_rank(capsys):
     assert data(capsys, "show", "gpipe", *SMALL, "--slots", "-,5,11,11")["slots"] == [None, 5, 11, 11]
     sized = data(capsys, "show", "gpipe", *SMALL, "--saved", "1GiB", "--budget", "-,5GiB,11GiB,11GiB")

@@ -19,6 +19,8 @@ def outcome(plan: Plan) -> str:
     moved = sum(len(plan.evicted(rank)) for rank in range(plan.num_ranks))
     if not moved:
         why = "is level already" if len(set(before)) == 1 else "is as low as it gets" if plan.budgets is None else "fits"
+        if plan.budgets is not None and set(plan.budgets) == {None}:
+            why = "has no limit to keep, because none was given"
         return f"{why}: nothing moves; by the plan, the most on each device is {show_each(before)}"
     evictions = [action for lane in plan.actions for action in lane if action.op is Op.EVICT]
     to_hosts = sum(map(plan.sizes.moved, (action for action in evictions if action.peer == HOST)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -41,6 +42,12 @@ EXAMPLES = """examples:
 Exit code 1: nothing fits."""
 
 ALONE = "Of 1F1B and GPipe alone, which the published studies compare, and whether balancing pays there:\n"
+
+RUN = "To run it: --out plan.txt writes the plan, and FromPlan(stages, Plan.from_text(...)) runs it, with stages of these layers."
+AS_OPTIONS = {  # what is said of Python, as the command line has it
+    "or give efficiency={1: ..., 2: ...}": "or give both, such as --efficiency 1=0.33,2=0.47",
+    "more in .candidates": "more with --json",
+}
 
 DIMENSIONS = {
     "layers": "num_layers",
@@ -143,15 +150,23 @@ def run(args: argparse.Namespace) -> Result:
             **how,
         )
     choice, refusal = _choice(model, args, how)
-    written = []
+    written = [] if choice is None or args.out is not None else [RUN]
     if choice is not None and args.out is not None:
         args.out.write_text(choice.plan.to_text(), encoding="utf-8")
         written = [f"wrote {args.out}: FromPlan(stages, Plan.from_text(...)) runs it, with stages of the layers above"]
+    said = replace(advice, verdict=_as_options(advice.verdict))  # before its lines are broken
     return Result(
         data=advice.to_dict() | {"choice": None if choice is None else choice.to_dict()},
-        shown=lambda: [refusal if choice is None else str(choice), *written, "", ALONE, str(advice)],
+        shown=lambda: [refusal if choice is None else str(choice), *written, "", ALONE, _as_options(str(said))],
         exit_code=0 if advice.best is not None or choice is not None else 1,
     )
+
+
+def _as_options(text: str) -> str:
+    """Let a text speak of the command line's options instead of Python's arguments."""
+    for said, option in AS_OPTIONS.items():
+        text = text.replace(said, option)
+    return text
 
 
 def _choice(model: Transformer | list[Profile], args: argparse.Namespace, how: dict[str, Any]) -> tuple[Choice | None, str]:
