@@ -10,7 +10,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from docs.making import gallery, notebook, proofs, reference, repository
+from docs.making import gallery, notebook, play, proofs, reference, repository
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -18,7 +18,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {uri: repository.content(path) for uri, path in repository.pages().items()}
     notebooks = [uri for uri in files.src_uris if uri.endswith(".ipynb")]
     made |= {f"{uri.removesuffix('.ipynb')}.md": notebook.page(Path(config.docs_dir, uri)) for uri in notebooks}
-    for uri, content in (made | gallery.pages() | gallery.pictures() | reference.pages()).items():
+    for uri, content in (made | gallery.pages() | gallery.pictures() | reference.pages() | play.pages()).items():
         files.append(File.generated(config, uri, content=content))
     named = [*_names(config.nav)]
     config.nav = _there(config.nav, [uri for uri in files.src_uris if uri.endswith((".md", ".html"))], named)
@@ -30,6 +30,11 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
     markdown = markdown.replace("<!-- made: rules of the verifier -->", proofs.table())
     markdown = re.sub(r"(?<=\]\()([^)\s:]+)\.ipynb(?=\))", r"\1.md", markdown)  # notebooks are pages
     return repository.led(markdown, page.file.src_uri)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Add the page to play with, which is no page of mkdocs."""
+    play.build(Path(config.site_dir))
 
 
 def _names(nav: Any) -> Any:
