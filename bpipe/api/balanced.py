@@ -25,11 +25,12 @@ __all__ = ["Balanced"]
 class Balanced(Schedule):
     """A schedule whose ranks keep within a budget of bytes: activations over the budget are evicted to ranks with free memory.
 
-    The order of computations is the schedule's, and so are the gradients, to the bit. The first step measures, and so does
-    each first step with inputs of new shapes or with modules that have changed (docs/composing.md). It runs one microbatch at a
-    time, which needs no more memory than the later steps: ranks take turns in it, so it may take p times as long. Before the second
-    step the ranks exchange their measurements, and all make and prove the same plan. bpipe notices sizes that grow although shapes
-    are the same when it computes `schedule.stats`, and measures again; if sizes vary within a step, plans leave a `margin`.
+    The order of computations is the schedule's, and so are the gradients, to the bit. The first step measures, and so does each
+    first step with inputs of new shapes or with modules that have changed (docs/how-to/modules-that-change.md). It runs one
+    microbatch at a time, which needs no more memory than the later steps: ranks take turns in it, so it may take p times as
+    long. Before the second step the ranks exchange their measurements, and all make and prove the same plan. bpipe notices
+    sizes that grow although shapes are the same when it computes `schedule.stats`, and measures again; if sizes vary within a
+    step, plans leave a `margin`.
 
     If results depend on the order, a step that measures keeps the schedule's own order, on all ranks: this is so if stages of a
     rank share a parameter or a buffer, or if one of them has a Dropout, RReLU, RNN or MultiheadAttention that draws random numbers.

@@ -310,7 +310,7 @@ def assert_random_loop_is_counted(loop: Loop) -> None:
     modules = modules_of(loop)
     loopback, schedules = pipeline(SCHEDULES[loop.schedule], modules, loss_of, loop.m)
     blocks = repr(loop.stages)
-    keeps_graphs = loop.schedule == "zb_h1" and "retained" in blocks  # and what they have saved, which docs/composing.md says
+    keeps_graphs = loop.schedule == "zb_h1" and "retained" in blocks  # and what they have saved, which docs/how-to/refused.md says
 
     def state() -> list[torch.Tensor]:
         """What blocks keep from microbatch to microbatch, what hooks have noted, and gradients that were asked for."""

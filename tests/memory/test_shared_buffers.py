@@ -106,7 +106,7 @@ def test_what_another_step_or_pipeline_left_there_is_not_loaded(what: str) -> No
 
 
 def test_bytes_that_something_else_changes_are_not_noticed() -> None:
-    """As docs/composing.md says: a checksum would cost as much as the copy."""
+    """As docs/how-to/one-host.md says: a checksum would cost as much as the copy."""
     lent, peer = both_ends()
     peer.store(FIRST, message(1, 100)).wait()
     os.pwrite(lent.file.descriptor, bytes([77]), 2 * HEAD)
