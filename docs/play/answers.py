@@ -6,6 +6,7 @@ A setting is the words of a `bpipe simulate` command, so that bpipe's own comman
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
@@ -112,10 +113,10 @@ def numbers(plans: list[Words]) -> list[list[str]]:
     evicted = [sum(rank["num_evicted"] for rank in data["ranks"]) for data in found]
     return [
         ["time of a step", *map(show_seconds, steps), *_times(steps)],
-        ["largest bubble", *(f"{bubble:.1%}" for bubble in bubbles), *_difference([100 * bubble for bubble in bubbles], "points")],
+        ["largest bubble", *(f"{bubble:.1%}" for bubble in bubbles), *_points(bubbles)],
         _memory("fullest", max, found),
         _memory("emptiest", min, found),
-        ["evictions in a step", *map(str, evicted), *_difference(evicted)],
+        ["evictions in a step", *map(str, evicted), *([f"{evicted[1] - evicted[0]:+}"] if len(evicted) == 2 else [])],
     ]
 
 
@@ -132,9 +133,9 @@ def _times(values: list[float]) -> list[str]:
     return [f"{share(values[1] - values[0], values[0]):+.1%}"] if len(values) == 2 else []
 
 
-def _difference(values: list[float], unit: str = "") -> list[str]:
-    """Say by how much the second number is larger than the first, if there are two."""
-    return [f"{values[1] - values[0]:+.3g} {unit}".strip()] if len(values) == 2 else []
+def _points(shares: list[float]) -> list[str]:
+    """Say by how many hundredths of the whole the second share is larger than the first, if there are two."""
+    return [f"{100 * (shares[1] - shares[0]):+.1f} points"] if len(shares) == 2 else []
 
 
 def python(words: Words) -> str:
@@ -148,7 +149,7 @@ def python(words: Words) -> str:
         "",
         f"plan = {_build(args, plan)}",
         f"costs = {_costs(arguments.costs_of(args, replace(plan, slices=1)))}{cut}",
-        *([f"plan = balanced(plan, costs, budget={budget!r})"] if budget is not None else []),
+        *([f"plan = balanced(plan, costs, budget={_written(budget)})"] if budget is not None else []),
         "timeline = simulate(plan, costs)",
         "",
         "print(plan)",
@@ -161,8 +162,8 @@ def python(words: Words) -> str:
 def _build(args: argparse.Namespace, plan: Plan) -> str:
     num_ranks = None if plan.num_ranks == plan.num_stages else plan.num_ranks
     others = {"num_ranks": num_ranks, "slots": args.slots, "slices": args.slices}
-    said = "".join(f", {name}={value!r}" for name, value in others.items() if value is not None)
-    return f"build({args.schedule!r}, num_stages={plan.num_stages}, num_microbatches={plan.num_microbatches}{said})"
+    said = "".join(f", {name}={_written(value)}" for name, value in others.items() if value is not None)
+    return f"build({_written(args.schedule)}, num_stages={plan.num_stages}, num_microbatches={plan.num_microbatches}{said})"
 
 
 def _costs(costs: Costs) -> str:
@@ -172,7 +173,11 @@ def _costs(costs: Costs) -> str:
 
 
 def _written(value: object) -> str:
-    return f"Link({', '.join(f'{name}={one!r}' for name, one in _given(value))})" if isinstance(value, Link) else repr(value)
+    if isinstance(value, Link):
+        return f"Link({', '.join(f'{name}={_written(one)}' for name, one in _given(value))})"
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"  # 5e+10, not 50000000000.0
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def _given(some: Costs | Link) -> Iterator[tuple[str, Any]]:

@@ -10,7 +10,7 @@ const FIELDS = [
   { name: "ranks", label: "ranks, p", usual: "8", option: "--ranks", steps: [...upTo(16), 20, 24, 32] },
   { name: "microbatches", label: "microbatches, m", usual: "16", option: "--microbatches", steps: [...upTo(32), 40, 48, 56, 64, 80, 96, 128] },
   { name: "stages", label: "stages of a rank", usual: "2", option: "--stages-per-rank", steps: upTo(8), has: "has_stages" },
-  { name: "slices", label: "slices of a microbatch", usual: "1", option: "--slices", steps: upTo(8), has: "has_slices" },
+  { name: "slices", label: "slices of a microbatch", usual: "1", silent: "1", option: "--slices", steps: upTo(8), has: "has_slices" },
   { group: "Budget" },
   { name: "limit", label: "of each rank", usual: "no", choices: { no: "schedule's own", slots: "in microbatches", bytes: "in bytes", lowest: "lowest in bytes" } },
   { name: "slots", label: "microbatches", usual: "5", option: "--slots", steps: upTo(32), when: "slots" },
@@ -48,7 +48,7 @@ function words(index) {
   const chosen = setting(index), found = [chosen.schedule];
   for (const field of SETTINGS) {
     const value = chosen[field.name].trim();
-    if (field.option && value && applies(field, index)) found.push(field.option, value);
+    if (field.option && value && value !== field.silent && applies(field, index)) found.push(field.option, value);
   }
   if (chosen.limit === "lowest") found.push("--budget", "lowest");
   if (chosen.of === "rank") found.push("--per-rank");
@@ -234,7 +234,8 @@ function tabulate(rows, indices) {
   table.replaceChildren();
   if (!rows.length) return;
   const head = table.createTHead().insertRow(), body = table.createTBody();
-  for (const text of ["", ...indices.map((index) => setting(index).schedule), ...(indices.length > 1 ? ["difference"] : [])]) head.append(made("th", text, { scope: "col" }));
+  const names = shown().map((index) => setting(index).schedule), areTwo = new Set(names).size > 1;
+  for (const text of ["", ...indices.map((index) => (areTwo ? names[index] : NAMES[index])), ...(indices.length > 1 ? ["difference"] : [])]) head.append(made("th", text, { scope: "col" }));
   for (const [name, ...texts] of rows) {
     const row = body.insertRow();
     row.append(made("th", name, { scope: "row" }), ...texts.map((text) => made("td", text)));
@@ -245,8 +246,8 @@ function tabulate(rows, indices) {
 function draw({ scene, page }) {
   const picture = element("picture");
   if (!scene) return;
-  const rows = scene.panels.reduce((sum, panel) => sum + panel.rows.length, 0);
-  picture.style.height = `${Math.min(1500, 130 + 34 * scene.panels.length + Math.max(46, Math.min(66, 800 / rows)) * rows)}px`;
+  const rows = scene.panels.flatMap((panel) => panel.rows), least = rows.some((row) => row.places) ? 74 : 52; // pixels
+  picture.style.height = `${150 + 34 * scene.panels.length + Math.max(least, Math.min(90, 800 / rows.length)) * rows.length}px`;
   if (page) picture.srcdoc = page;
   else if (picture.contentWindow.show) picture.contentWindow.show(scene);
   else picture.addEventListener("load", () => picture.contentWindow.show(scene), { once: true });

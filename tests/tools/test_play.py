@@ -90,6 +90,8 @@ def test_two_plans_are_compared_on_one_axis() -> None:
     rows = {name: rest for name, *rest in found["numbers"]}
     assert rows["fullest rank holds"] == ["14.0 GiB", "12.5 GiB", "-10.7%"]
     assert rows["emptiest rank holds"] == ["9.50 GiB", "11.0 GiB", "+15.8%"]
+    bubbles = [1 - 8 * 0.09 / ASKED[words]().makespan_s for words in both]
+    assert rows["largest bubble"] == [*(f"{bubble:.1%}" for bubble in bubbles), f"{100 * (bubbles[1] - bubbles[0]):+.1f} points"]
     assert rows["evictions in a step"] == ["0", "3", "+3"]
 
 
