@@ -13,11 +13,11 @@ TORCHRUN := $(VENV)/bin/torchrun --nnodes 1 --nproc-per-node $(STAGES) \
 	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-trainers test-page bench gpu docs lint clean
+.PHONY: help train test test-all test-trainers test-page test-release bench gpu docs lint clean
 
 help: ## Show this help
 	@echo "usage: make <target>"
-	@sed -n 's/^\([a-z-]*\): .*## /  \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F '|' '{ printf "%-14s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\): .*## /  \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F '|' '{ printf "%-15s %s\n", $$1, $$2 }'
 
 train: $(READY) ## Train a language model over STAGES=4 processes with balanced memory, for STEPS=... steps
 	@GLOO_SOCKET_IFNAME=$${GLOO_SOCKET_IFNAME:-$(LOOPBACK)} OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
@@ -38,6 +38,10 @@ test-page: $(READY) ## Test the page to play with in Chromium; needs npm, and ap
 	@command -v chromium >/dev/null || { echo "no chromium here: install it, such as by apt-get install chromium"; exit 1; }
 	$(VENV)/bin/python -m docs.play
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest -m exhaustive tests/tools/test_play_in_browser.py $(ARGS)
+
+test-release: $(READY) ## Install the packages on every Python and PyTorch that can be had; ARGS=--write for docs/versions.md
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'uv>=0.9'
+	PATH="$(abspath $(VENV))/bin:$$PATH" $(VENV)/bin/python -m tests.release $(ARGS)
 
 bench: $(READY) ## Measure what bpipe costs beside its alternatives, all studies or STUDIES="...", into benchmarks/RESULTS.md
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m benchmarks $(STUDIES)

@@ -1,0 +1,1 @@
+"""`make test-release`: the packages, installed in new environments on every Python and torch that this machine can get."""

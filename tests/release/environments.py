@@ -1,0 +1,68 @@
+"""New environments: which Pythons are here, and what uv installs into them. It links what it has unpacked before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+LIMIT_S = 1200.0
+
+
+class FailedError(Exception):
+    """A command failed; the text has its last lines."""
+
+
+def run(*words: object, cwd: Path, **variables: str) -> str:
+    """What a command prints. It sees neither this checkout nor this environment.
+
+    Raises:
+        FailedError: it ended with another exit status than 0.
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    command = [str(word) for word in words]
+    done = subprocess.run(
+        command, cwd=cwd, env=kept | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
+    )
+    if done.returncode:
+        raise FailedError(f"{' '.join(command)}\n{done.stdout[-3000:]}")
+    return done.stdout
+
+
+def find_python(version: str) -> Path | None:
+    """A Python of this version, such as 3.12: on the path, or among those of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = [shutil.which(f"python{version}"), *sorted(pyenv.glob(f"{version}*/bin/python{version}"))]
+    return next((Path(path) for path in found if path is not None and _answers(path)), None)
+
+
+def _answers(python: str | Path) -> bool:
+    """Whether it is one: a shim of pyenv's stands on the path for versions that are not chosen, too."""
+    return subprocess.run([python, "-c", "import ssl, venv"], capture_output=True, check=False).returncode == 0
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment in a folder of its own."""
+
+    folder: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "venv" / "bin" / "python"
+
+    @staticmethod
+    def new(folder: Path, python: Path) -> Environment:
+        folder.mkdir(parents=True)
+        run("uv", "venv", "--quiet", "--python", python, "venv", cwd=folder)
+        return Environment(folder)
+
+    def install(self, *what: str, sources: bool = False, dry: bool = False) -> None:
+        """Install this, built already unless it may be sources, and remove all else: it has what a new environment would have."""
+        flags = ["--dry-run"] * dry + ["--only-binary=:all:"] * (not sources) + ["--exact", "--reinstall-package", "bpipe-torch"]
+        run("uv", "pip", "install", "--python", self.python, *flags, *what, cwd=self.folder)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.folder)

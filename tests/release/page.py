@@ -1,0 +1,49 @@
+"""docs/versions.md: what `make test-release` found."""
+
+from __future__ import annotations
+
+import platform
+import re
+from typing import NamedTuple
+
+import bpipe
+
+ROW = re.compile(r"^\| (3\.\d+) \| ([\d.]*) \| (.+?) \| (.+) \|$", re.MULTILINE)
+HEAD = """# Versions of Python and torch that bpipe was installed on
+
+`make test-release ARGS=--write` writes this page. For each line a virtual environment has the wheel that `pip wheel`
+builds, or the source distribution, and nothing but what that brings. Without the checkout it runs `import bpipe`, `bpipe env`,
+`bpipe show`, two training steps on the loopback with `OneFOneB`, `BalancedOneFOneB` and `Balanced(budget="lowest")`
+whose gradients must be equal to the bit, and a part of the tests on the installed package. All runs are on CPU; the packages of an
+extra do not depend on the version of torch and are tried with one.
+"""
+
+
+class Result(NamedTuple):
+    """What was tried on which Python and torch, what to say of it, and the error if there was one."""
+
+    python: str
+    torch: str
+    what: str
+    said: str
+    error: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.error)
+
+
+def page(results: list[Result]) -> str:
+    rows = [f"| {result.python} | {result.torch} | {result.what} | {result.said} |" for result in sorted(results)]
+    return "\n".join([HEAD, where(), "", "| Python | torch | installed | result |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def where() -> str:
+    return f"bpipe {bpipe.__version__}, {platform.system()} {platform.machine()}."
+
+
+def merged(text: str, results: list[Result]) -> list[Result]:
+    """The results, and those on a page of this version, made by runs of other parts."""
+    found = [Result(*row) for row in ROW.findall(text)] if where() in text else []
+    new = {result[:3] for result in results}
+    return [*results, *(result for result in found if result[:3] not in new)]
