@@ -41,10 +41,10 @@ class ConfigurationError(BPipeError, ValueError):
     Example:
         >>> from bpipe.schedules import build
         >>> try:
-        ...     build("interleaved_1f1b", num_stages=8, num_microbatches=6, num_ranks=4)
+        ...     build("interleaved_1f1b", num_stages=8, num_microbatches=11, num_ranks=4)
         ... except ValueError as error:  # a ConfigurationError is one
         ...     print(error)
-        interleaved_1f1b takes a multiple of p microbatches: 6 on p = 4 ranks do not fit, 8 would
+        interleaved_1f1b takes a multiple of floor(m/p) microbatches: 11 on p = 4 ranks do not fit, 12 would
     """
 
 

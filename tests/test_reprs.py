@@ -31,7 +31,8 @@ def public_classes() -> Iterator[type]:
 
 
 def test_every_public_class_has_a_repr_of_its_own() -> None:
-    assert [one.__name__ for one in public_classes() if one.__repr__ is object.__repr__] == []
+    only_bases = {bpipe.PipelineScheduleSingle, bpipe.PipelineScheduleMulti}  # nothing is an instance of them alone
+    assert [one.__name__ for one in {*public_classes()} - only_bases if one.__repr__ is object.__repr__] == []
 
 
 class Wide(nn.Sequential):

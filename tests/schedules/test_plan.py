@@ -270,7 +270,9 @@ def test_examples_in_the_packages_docstring() -> None:
 @given(plans(max_stages=4, max_microbatches=6))
 def test_grid_shows_every_computation_once(plan: Plan) -> None:
     head, *lines = str(plan).splitlines()
-    assert head.startswith(f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches")
+    p, each = plan.num_ranks, plan.num_stages // plan.num_ranks
+    stages = f"{p} stage{'s' * (p > 1)}" if each == 1 else f"{p} rank{'s' * (p > 1)} with {each} stages each"
+    assert re.match(rf"{plan.name}(, [a-z ]+)?: {stages}, {plan.num_microbatches} microbatch", head)
     cells = [re.findall(r"\d*[FBIW]\d+", line.split("|")[1]) for line in lines if line.startswith("rank")]
     several = plan.num_stages > plan.num_ranks
     expected = [[str(a) if several else f"{a.op}{a.microbatch}" for a in plan.compute(rank)] for rank in range(plan.num_ranks)]
@@ -320,7 +322,7 @@ def test_an_unverified_plan_is_asked_for_its_peaks() -> None:
     for ask in (lambda: sized.activation_peak_bytes, lambda: sized.device_peak_bytes, lambda: str(sized)):
         with pytest.raises(PlanError, match="does not have"):
             ask()
-    assert str(replace(plan, actions=(), served=(), stage_ranks=())).startswith("balanced_1f1b: 0 stages")
+    assert str(replace(plan, actions=(), served=(), stage_ranks=())).startswith("balanced_1f1b: 0 ranks")
 
 
 @pytest.mark.parametrize("sizes", ["9" * 19, str(2**49), ",".join(["1"] * 1024)])
