@@ -116,6 +116,8 @@ NOTES = {  # by name, or "step" for a schedule's method, and argument; None for 
     ("PipelineScheduleMulti", None): "the same as PipelineScheduleSingle, for the schedules that take a list of stages",
     ("_PipelineScheduleRuntime", None): "`FromCSV`, which also has this name",
     ("get_schedule_class", "schedule_name"): "the same; also bpipe's names of schedules",
+    ("any schedule", "output_merge_spec"): "the same; with None for a value in it, tensors are concatenated along dimension 0, "
+    "and of other values the first is kept, where torch wants equal ones",
     ("any schedule", "scale_grads"): "scales the loss, see above",
     ("any schedule", "use_full_backward"): "accepted, not used, as in torch",
     ("any schedule", "backward_requires_autograd"): "accepted, not used: every backward is autograd's",
