@@ -17,6 +17,7 @@ from torch.distributed.pipelining import microbatch, schedules, stage
 import bpipe
 from bpipe.errors import ConfigurationError, PlanError, StageError
 from bpipe.model.of_torch_alone import SCHEDULE, STAGE
+from bpipe.schedules import Op
 from tests.ranks import run_ranks
 from tests.torch_names import page as pages
 from tests.torch_names.signatures import recorded, signatures
@@ -100,6 +101,26 @@ def both_modules(rank: int) -> list[str]:
 def test_a_changed_import_is_all() -> None:
     """Parameters after two steps are equal to the bit: m is a power of two, so that both scale exactly."""
     assert run_ranks(both_modules, 2) == [[], []]
+
+
+def changed_between_steps(rank: int) -> list[int]:
+    """Another number of microbatches, to evaluate with, and another order: over processes, where channels must follow."""
+    torch.manual_seed(0)
+    stages = [bpipe.PipelineStage(nn.Linear(WIDTH, WIDTH), i, 4, "cpu") for i in (rank, rank + 2)]
+    schedule = bpipe.ScheduleInterleaved1F1B(stages, M, mse)
+    x, counts = torch.ones(2 * M, WIDTH), []
+    for m in (M, 1, 2):
+        schedule._n_microbatches = m
+        losses: list[torch.Tensor] = []
+        (schedule.eval if m == 1 else schedule.step)(x, target=x, losses=losses)
+        counts.append(len(losses))
+    schedule._load_csv("0F0,0F1,2F0,2F1,2I0,2I1,0I0,0I1,2W0,2W1,0W0,0W1\n1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1")
+    schedule.step(x, target=x)
+    return [*counts, sum(action.op is Op.W for action in schedule.plan.compute(0))]
+
+
+def test_plans_change_over_processes() -> None:
+    assert run_ranks(changed_between_steps, 2) == [[0, 0, 0, 4], [M, 1, 2, 4]]
 
 
 def accumulated(rank: int) -> list[float]:
@@ -324,6 +345,7 @@ def test_orders_that_do_not_fit_are_refused() -> None:
         ("0F0,0B0\n1F0,1B0", ConfigurationError, "the CSV has 1 microbatches, and the schedule 2"),
         ("0F0,0F1,0B0,0B1", ConfigurationError, "is for 1 stages on 1 ranks, but these are 2 stages"),
         ("0F0,0F1,0B0,0B1\n1F0,1B1,1F1,1B0", PlanError, "1B1"),
+        ("0F0,0F1,0B1,0B0\n1F0,1F1,1B1,1B0", PlanError, "0B1 stands before 0B0"),  # as torch's LoopedBFS orders them
     ):
         with pytest.raises(error, match=message):
             runtime._load_csv(text)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
 from bpipe.comm.wire.message import PLAIN
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.model.chunks import cannot_join, join
@@ -20,8 +22,8 @@ def merge(outputs: Sequence[Any], spec: Any = None, *, join_leaves: Join | None 
     """Merge the outputs of the microbatches: concatenate tensors along the dimension that the spec names (0 by default).
 
     Tensors without dimensions are stacked. A spec with `reduce_fn` and `init_value` (torch's reducers) folds instead;
-    plain values (None, bool, int, float, str) are those of the first microbatch. With a tuple, list or dict of one spec, a single
-    output comes back inside one, as in torch.
+    plain values (None, bool, int, float, str) are those of the first microbatch. If a tuple, list or dict of specs is nested in
+    another way than the outputs, and has as many entries as they have values, the result is nested like the specs, as in torch.
 
     Args:
         outputs: of the microbatches.
@@ -43,11 +45,13 @@ def check_merge(outputs: Sequence[Any], spec: Any = None) -> None:
 
 def _merge(outputs: Sequence[Any], spec: Any, join_leaves: Join, option: str) -> Any:
     try:
-        if isinstance(spec, (tuple, list, dict)) and len(spec) == 1 and inside(outputs[0]) is None:
-            ((key, one),) = spec.items() if isinstance(spec, dict) else enumerate(spec)
-            value = _merged(outputs, one, "output", join_leaves)
-            return {key: value} if isinstance(spec, dict) else [value] if isinstance(spec, list) else (value,)
-        return _merged(outputs, spec, "output", join_leaves)
+        try:
+            return _merged(outputs, spec, "output", join_leaves)
+        except ConfigurationError:
+            nested = [_nested_like(spec, output) for output in outputs]
+            if any(one is None for one in nested):
+                raise
+            return _merged(nested, spec, "output", join_leaves)
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         if isinstance(error, ConfigurationError):
             raise
@@ -55,6 +59,15 @@ def _merge(outputs: Sequence[Any], spec: Any, join_leaves: Join, option: str) ->
             f"the outputs of the microbatches do not fit together: {error}. "
             f"Make them alike, give an {option}, or pass return_outputs=False and use them in loss_fn"
         ) from error
+
+
+def _nested_like(spec: Any, output: Any) -> Any:
+    """Return an output's values nested as a tuple, list or dict of specs is, as torch does; None if it has more or fewer values."""
+    if not isinstance(spec, (tuple, list, dict)):
+        return None
+    values, (specs, nesting) = tree_leaves(output), tree_flatten(spec)
+    fits = len(values) == len(specs) and all(inside(value) is None for value in values)
+    return tree_unflatten(values, nesting) if fits else None
 
 
 def _merged(column: Sequence[Any], spec: Any, path: str, join_leaves: Join) -> Any:

@@ -61,7 +61,8 @@ class PipelineStage:
         num_stages: stages in the pipeline.
         device: where it computes and receives; default: the device of its parameters.
         input_args: an example of what the module gets in one microbatch, a tensor or a tuple of tensors, on any device. Shapes are
-            learned from the first real microbatch; an example is compared with it, once, on the rank that gave it.
+            learned from the first real microbatch; an example is compared with it, once, on the rank that gave it
+            (not where stages take slices).
         output_args: likewise of what the module returns.
         output_grads: accepted and not used: gradients are those of the outputs.
         input_grads: likewise of the inputs.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate, merge_chunks, sum_reducer
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_structure
 
 import bpipe
 from bpipe.errors import ConfigurationError, StageError
@@ -116,6 +116,21 @@ def test_one_spec_in_a_nest_puts_a_single_output_into_that_nest_as_torch_does(sp
     assert type(merged) is type(theirs)
     for ours, expected in zip(tree_leaves(merged), tree_leaves(theirs), strict=True):
         assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "spec"),
+    [
+        (lambda y: (y, {"twice": 2 * y}), (TensorChunkSpec(0), TensorChunkSpec(1))),
+        (lambda y: {"y": y, "twice": 2 * y}, (TensorChunkSpec(0), sum_reducer)),
+        (lambda y: (y, 2 * y), {"first": TensorChunkSpec(1), "second": [TensorChunkSpec(0)]}),
+    ],
+)
+def test_a_result_is_nested_like_specs_that_are_nested_in_another_way_as_in_torch(wrap: Callable[..., Any], spec: Any) -> None:
+    merged, *_ = run(wrap, output_merge_spec=spec)
+    theirs = merge_chunks([wrap(part) for part in run(lambda y: y)[0].chunk(M)], spec)
+    assert tree_structure(merged) == tree_structure(theirs)
+    assert all(torch.equal(one, other) for one, other in zip(tree_leaves(merged), tree_leaves(theirs), strict=True))
 
 
 def test_specs_for_the_fields_of_an_object() -> None:

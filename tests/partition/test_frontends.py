@@ -7,10 +7,10 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import SplitPoint
-from torch.distributed.pipelining import pipeline as cut
 
 import bpipe
+from bpipe import SplitPoint
+from bpipe import pipeline as cut
 from tests.partition.models import assert_equal, cross_entropy, gradients_alone
 from tests.ranks import run_ranks
 
@@ -48,6 +48,7 @@ def built_by_torch(rank: int) -> dict[str, torch.Tensor]:
         pipe = cut(whole(), mb_args=(torch.zeros(ROWS, 8),), split_spec=cuts)
     stage = pipe.build_stage(rank, torch.device("cpu"), dist.group.WORLD)
     schedule = bpipe.BalancedOneFOneB(stage, M, loss_fn=cross_entropy)
+    assert schedule._stage is stage and stage.has_backward
     x, y = batch()
     for _ in range(2):
         stage.submod.zero_grad()

@@ -46,9 +46,11 @@ It compares `input_args` and `output_args` with the first microbatch, once, on t
 StageError; torch 2.13 logs a warning, or takes the example's shape without looking.
 
 **Orders.** Interleaved orders are torch's. `ScheduleZBVZeroBubble` has torch's order of forwards and of the inputs' halves of
-backwards, and computes the weights' halves where a rank would wait. `ScheduleDualPipeV` runs the forward and the backward of a pair
+backwards, and computes the weights' halves where a rank would wait. `ScheduleLoopedBFS` runs the backwards of a stage in the order
+of its microbatches, which torch's runs in reverse. `ScheduleDualPipeV` runs the forward and the backward of a pair
 one after the other, unless it gets `overlapped=True`. bpipe places all transfers itself. `_load_csv` reads both of torch's
-formats: it keeps the order of computations, places transfers anew, and proves the result before anything runs.
+formats: it keeps the order of computations, places transfers anew, and proves the result before anything runs. It refuses a file in
+which a stage runs the backwards of its microbatches in another order than their forwards, such as torch's own of LoopedBFS.
 
 **Errors.** bpipe raises the types in `bpipe.errors`, among them `ConfigurationError`, which is also a `ValueError`, and
 `StageError` and `CommError`, which are also `RuntimeError`s.
@@ -114,6 +116,8 @@ NOTES = {  # by name, or "step" for a schedule's method, and argument; None for 
     ("PipelineScheduleMulti", None): "the same as PipelineScheduleSingle, for the schedules that take a list of stages",
     ("_PipelineScheduleRuntime", None): "`FromCSV`, which also has this name",
     ("get_schedule_class", "schedule_name"): "the same; also bpipe's names of schedules",
+    ("any schedule", "output_merge_spec"): "the same; with None for a value in it, tensors are concatenated along dimension 0, "
+    "and of other values the first is kept, where torch wants equal ones",
     ("any schedule", "scale_grads"): "scales the loss, see above",
     ("any schedule", "use_full_backward"): "accepted, not used, as in torch",
     ("any schedule", "backward_requires_autograd"): "accepted, not used: every backward is autograd's",
