@@ -25,11 +25,11 @@ class Block(nn.Module):
 
 
 class Cut(nn.Module):
-    """Cuts itself into four parts, of which the second uses a keyword argument of the first."""
+    """Cuts itself into parts, of which the first uses a keyword argument."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_parts: int) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(Block() for _ in range(4))
+        self.parts = nn.ModuleList(Block() for _ in range(num_parts))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x = self.parts[0](x) + y

@@ -289,6 +289,7 @@ def test_an_order_goes_through_a_file(tmp_path: Any) -> None:
     rows, placement, m = RUNS["halves over two ranks"]
     _, _, schedules = loaded(rows, placement, m)
     schedules[0]._dump_csv(tmp_path / "order.csv")
+    assert "0SEND_F0" in (tmp_path / "order.csv").read_text()
     _, _, again = loaded(rows, placement, m)
     again[0]._load_csv(tmp_path / "order.csv", format="compute_comms")
     assert again[0].pipeline_order_with_comms == schedules[0].pipeline_order_with_comms

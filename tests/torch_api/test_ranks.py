@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,20 +17,25 @@ from torch.testing import assert_close
 
 import bpipe
 from tests.ranks import run_ranks
+from tests.thinned import thinned
 from tests.torch_api.models import BATCH, WIDTH, Cut, batch, blocks, gradients_of, in_one_process, sum_of_squares
 
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
 V = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 ALL = (*SINGLE, *LOOPED, *V)
-RANKS, M, STEPS = 4, 8, 2
+M, STEPS = 8, 2
+
+
+def ranks() -> int:
+    return dist.get_world_size()
 
 
 def held(name: str, rank: int) -> list[int]:
     """The stages of a rank, as torch places them."""
     if name in SINGLE:
         return [rank]
-    return [rank, 2 * RANKS - 1 - rank] if name in V else [rank, RANKS + rank]
+    return [rank, 2 * ranks() - 1 - rank] if name in V else [rank, ranks() + rank]
 
 
 class Seen(NamedTuple):
@@ -71,7 +77,7 @@ def run(schedule: Any, stages: list[Any], modules: list[nn.Module], steps: int =
 
 def check(seen: Seen, rank: int, name: str) -> None:
     """Against the whole batch in one process, with the tolerances of PyTorch's tests: it sums in another order."""
-    whole = blocks(RANKS * len(held(name, rank)))
+    whole = blocks(ranks() * len(held(name, rank)))
     output, loss, *_ = in_one_process(whole)
     expected = gradients_of([whole[i] for i in held(name, rank)])
     for one, other in zip(seen.gradients, expected, strict=True):
@@ -86,37 +92,37 @@ def check(seen: Seen, rank: int, name: str) -> None:
 
 def trains_as_one_process(rank: int) -> None:
     for name in ALL:
-        check(train(bpipe, name, rank, blocks(RANKS * len(held(name, rank)))), rank, name)
+        check(train(bpipe, name, rank, blocks(ranks() * len(held(name, rank)))), rank, name)
 
 
 def takes_examples(rank: int) -> None:
     example = torch.empty(batch()[0].shape[0] // M, WIDTH)
     for name in SINGLE:
-        check(train(bpipe, name, rank, blocks(RANKS), input_args=(example,), output_args=example), rank, name)
+        check(train(bpipe, name, rank, blocks(ranks()), input_args=(example,), output_args=example), rank, name)
 
 
 def evaluates(rank: int) -> None:
     x, target = batch()
     for name in (*SINGLE, *LOOPED):
-        modules = blocks(RANKS * len(held(name, rank)))
+        modules = blocks(ranks() * len(held(name, rank)))
         stages = [bpipe.PipelineStage(modules[i], i, len(modules), "cpu") for i in held(name, rank)]
         schedule = getattr(bpipe, name)(stages if len(stages) > 1 else stages[0], M, loss_fn=sum_of_squares, scale_grads=False)
         losses: list[torch.Tensor] = []
         if rank == 0:
             with torch.no_grad():
                 schedule.eval(x)
-        elif rank == RANKS - 1:
+        elif rank == ranks() - 1:
             schedule.eval(target=target, losses=losses)
         else:
             schedule.eval()
         assert not any(parameter.grad is not None for module in modules for parameter in module.parameters())
-        assert len(losses) == M * (rank == RANKS - 1)
+        assert len(losses) == M * (rank == ranks() - 1)
         schedule.close()
 
 
 def returns_nothing_if_asked(rank: int) -> None:
     for name in (*SINGLE, *LOOPED):
-        modules = blocks(RANKS * len(held(name, rank)))
+        modules = blocks(ranks() * len(held(name, rank)))
         stages = [bpipe.PipelineStage(modules[i], i, len(modules), "cpu") for i in held(name, rank)]
         schedule = getattr(bpipe, name)(stages if len(stages) > 1 else stages[0], M, loss_fn=sum_of_squares, scale_grads=False)
         seen = run(schedule, stages, modules, steps=1, return_outputs=False)
@@ -126,30 +132,30 @@ def returns_nothing_if_asked(rank: int) -> None:
 
 def only_forward(rank: int) -> None:
     """Its output goes around, and is the next batch. A schedule without a loss runs no backward."""
-    module, (x, _) = blocks(RANKS)[rank], batch()
-    schedule = bpipe.ScheduleGPipe(bpipe.PipelineStage(module, rank, RANKS, "cpu"), M)
+    module, (x, _) = blocks(ranks())[rank], batch()
+    schedule = bpipe.ScheduleGPipe(bpipe.PipelineStage(module, rank, ranks(), "cpu"), M)
     output = x
     for _ in range(3):
         if rank == 0:
             schedule.step(output)
             output = torch.empty_like(x)
-            dist.recv(output, src=RANKS - 1)
-        elif rank == RANKS - 1:
+            dist.recv(output, src=ranks() - 1)
+        elif rank == ranks() - 1:
             dist.send(output := schedule.step(), dst=0)
         else:
             schedule.step()
     schedule.close()
-    if rank == RANKS - 1:
+    if rank == ranks() - 1:
         expected = x
         for _ in range(3):
-            expected = nn.Sequential(*blocks(RANKS))(expected)
+            expected = nn.Sequential(*blocks(ranks()))(expected)
         assert_close(output, expected)
 
 
 def cut_by_torchs_tracer(rank: int) -> None:
     """With a keyword argument that only the first rank gives."""
     torch.manual_seed(0)
-    whole, (x, target), y = Cut(), batch(), torch.ones(batch()[0].shape)
+    whole, (x, target), y = Cut(ranks()), batch(), torch.ones(batch()[0].shape)
     pipe = bpipe.pipeline(copy.deepcopy(whole), mb_args=(x.chunk(M)[0],), mb_kwargs={"y": y.chunk(M)[0]})
     module, device = pipe.get_stage_module(rank), torch.device("cpu")
     expected = whole(x, y=y)
@@ -159,7 +165,7 @@ def cut_by_torchs_tracer(rank: int) -> None:
         schedule, losses = getattr(bpipe, name)(stage, M, loss_fn=sum_of_squares, scale_grads=False), []
         if rank == 0:
             schedule.step(x, y=y)
-        elif rank == RANKS - 1:
+        elif rank == ranks() - 1:
             assert_close(schedule.step(target=target, losses=losses), expected)
         else:
             schedule.step()
@@ -172,8 +178,8 @@ def cut_by_torchs_tracer(rank: int) -> None:
 
 def keyword_arguments_that_no_stage_uses(rank: int) -> None:
     for name in ("ScheduleInterleavedZeroBubble", "ScheduleInterleaved1F1B"):
-        modules = blocks(2 * RANKS)
-        stages = [bpipe.PipelineStage(modules[i], i, 2 * RANKS, "cpu") for i in held(name, rank)]
+        modules = blocks(2 * ranks())
+        stages = [bpipe.PipelineStage(modules[i], i, 2 * ranks(), "cpu") for i in held(name, rank)]
         schedule = getattr(bpipe, name)(stages, M, loss_fn=sum_of_squares, scale_grads=False)
         own = [modules[i] for i in held(name, rank)]
         given = {"unused": torch.ones(BATCH, 1)} if rank == 0 else {}
@@ -197,7 +203,7 @@ class Counts:
 def builders_of_weight_gradients(rank: int) -> None:
     """They are called once for each microbatch, by a schedule that knows of weight halves and by one that does not."""
     for name in ("ScheduleGPipe", "ScheduleInterleavedZeroBubble"):
-        modules, counts = blocks(RANKS * len(held(name, rank))), Counts()
+        modules, counts = blocks(ranks() * len(held(name, rank))), Counts()
         stages = [bpipe.PipelineStage(modules[i], i, len(modules), "cpu", dw_builder=counts.build) for i in held(name, rank)]
         schedule = getattr(bpipe, name)(stages if len(stages) > 1 else stages[0], M, loss_fn=sum_of_squares, scale_grads=False)
         check(run(schedule, stages, [modules[i] for i in held(name, rank)]), rank, name)
@@ -209,8 +215,8 @@ def equals_torchs_own(rank: int) -> dict[str, list[bool]]:
     """Whether each gradient equals that of torch's own schedule to the bit; close they are in any case."""
     found = {}
     for name in ALL:
-        ours = train(bpipe, name, rank, blocks(RANKS * len(held(name, rank))), steps=1)
-        theirs = train(pipelining, name, rank, blocks(RANKS * len(held(name, rank))), steps=1)
+        ours = train(bpipe, name, rank, blocks(ranks() * len(held(name, rank))), steps=1)
+        theirs = train(pipelining, name, rank, blocks(ranks() * len(held(name, rank))), steps=1)
         for one, other in zip([*ours.gradients, *ours.losses], [*theirs.gradients, *theirs.losses], strict=True):
             assert_close(one, other)
         found[name] = [torch.equal(one, other) for one, other in zip(ours.gradients, theirs.gradients, strict=True)]
@@ -235,12 +241,14 @@ def all_of(rank: int) -> list[str]:
     return failed
 
 
-def test_statements_over_processes() -> None:
-    assert run_ranks(all_of, RANKS) == [[]] * RANKS
+@pytest.mark.parametrize("num_ranks", thinned([2, 4], lambda num_ranks: num_ranks == 2))
+def test_statements_over_processes(num_ranks: int) -> None:
+    assert run_ranks(all_of, num_ranks) == [[]] * num_ranks
 
 
-def test_gradients_equal_those_of_torchs_own_schedules() -> None:
+@pytest.mark.parametrize("num_ranks", thinned([2, 4], lambda num_ranks: num_ranks == 2))
+def test_gradients_equal_those_of_torchs_own_schedules(num_ranks: int) -> None:
     """To the bit, where the order of the backwards is the same: torch's LoopedBFS runs them from the last microbatch on."""
-    found = run_ranks(equals_torchs_own, RANKS)
+    found = run_ranks(equals_torchs_own, num_ranks)
     equal = {name: all(all(of_rank[name]) for of_rank in found) for name in ALL}
     assert equal == {name: name != "ScheduleLoopedBFS" for name in ALL}
