@@ -13,6 +13,7 @@ import pytest
 from tests import ranks
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "disabled"}
+LOADED = [f"tests.trainers.{name}" for name in ("titan", "gym", "pippy")]  # by the fork server, once: some take ten seconds
 TIMEOUT_S = 240.0
 
 
@@ -21,10 +22,9 @@ def in_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any
     """Call a function, named with its module, in ranks: only they import the trainer."""
     os.environ |= {**OFFLINE, "HF_HOME": str(tmp_path_factory.mktemp("huggingface"))}
 
+    ranks.LOADED += [name for name in LOADED if name not in ranks.LOADED]
+
     def call(where: str, num_ranks: int, *args: Any, **kwargs: Any) -> list[Any]:
-        module = where.rpartition(".")[0]
-        if module not in ranks.LOADED:
-            ranks.LOADED.append(module)  # the fork server starts with the first call, and imports the trainer once
         return ranks.run_ranks(_call, num_ranks, where, args, kwargs, timeout_s=TIMEOUT_S)
 
     return call

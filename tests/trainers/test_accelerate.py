@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-HERE = find_spec("accelerate") is not None
-pytestmark = pytest.mark.skipif(not HERE, reason="accelerate is not installed here: make test-trainers")
+if find_spec("accelerate") is None:
+    pytest.skip("accelerate is not installed here: make test-trainers", allow_module_level=True)
 
 
 @pytest.mark.parametrize("way", ["torch", "import"])

@@ -9,30 +9,36 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(find_spec("modalities") is None, reason="modalities is not installed here: make test-trainers")
+if find_spec("modalities") is None:
+    pytest.skip("modalities is not installed here: make test-trainers", allow_module_level=True)
 
 STEPS, NUM_PARAMETERS = 4, 101
-ROUNDING = {"rtol": 1e-3, "atol": 1e-4}  # gradients that are added in another order, and four steps of AdamW
+BITS = {"rtol": 0.0, "atol": 0.0}
+ROUNDING = {"rtol": 1e-4, "atol": 1e-6}  # the norm that clips the gradients is added over other ranks
+LAYERS_PER_STAGE = {"1F1B": 4, "GPipe": 4, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "layers_per_stage", "tolerance"),
+    ("schedule", "reference", "tolerance"),
     [
-        ("1F1B", 4, {"rtol": 0.0, "atol": 0.0}),
-        ("GPipe", 4, {"rtol": 0.0, "atol": 0.0}),
-        ("Interleaved1F1B", 2, {"rtol": 0.0, "atol": 0.0}),
-        ("ZBVZeroBubble", 2, ROUNDING),
+        ("1F1B", "1F1B", BITS),
+        ("GPipe", "GPipe", BITS),
+        ("Interleaved1F1B", "Interleaved1F1B", BITS),
+        ("ZBVZeroBubble", "1F1B", ROUNDING),  # in torch, an evaluation under ZBV fails: "can't steal_bwd_input"
     ],
 )
 def test_the_gym_with_its_import_changed(
-    in_ranks: Callable[..., list[Any]], schedule: str, layers_per_stage: int, tolerance: dict[str, float]
+    in_ranks: Callable[..., list[Any]], schedule: str, reference: str, tolerance: dict[str, float]
 ) -> None:
-    how = {"schedule": schedule, "layers_per_stage": layers_per_stage}
-    expected = in_ranks("tests.trainers.gym.train", 2, STEPS, **how)
-    found = in_ranks("tests.trainers.gym.train", 2, STEPS, **how, way="import")
-    assert all(rank["class"].startswith("bpipe.") for rank in found)
-    assert sum(len(rank["parameters"]) for rank in found) == NUM_PARAMETERS
-    for ours, theirs in zip(found, expected, strict=True):
-        assert len(ours["losses"]) == STEPS + STEPS // 2  # of training and of evaluation
-        torch.testing.assert_close(ours["losses"], theirs["losses"], **tolerance)
-        torch.testing.assert_close(ours["parameters"], theirs["parameters"], **tolerance)
+    def trained(name: str, way: str) -> dict[str, Any]:
+        how = {"schedule": name, "layers_per_stage": LAYERS_PER_STAGE[name], "way": way}
+        ranks = in_ranks("tests.trainers.gym.train", 2, STEPS, **how)
+        parameters = {name: value for rank in ranks for name, value in rank["parameters"].items()}
+        return {"losses": ranks[0]["losses"], "parameters": parameters, "classes": {rank["class"] for rank in ranks}}
+
+    found, expected = trained(schedule, "import"), trained(reference, "torch")
+    assert all(name.startswith("bpipe.") for name in found["classes"])
+    assert len(found["losses"]) == STEPS + STEPS // 2  # of training and of evaluation
+    assert len(found["parameters"]) == NUM_PARAMETERS
+    for what in ("losses", "parameters"):
+        torch.testing.assert_close(found[what], expected[what], **tolerance)

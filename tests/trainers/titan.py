@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch.nn.functional import scaled_dot_product_attention
+
 import bpipe
 from bpipe.torchtitan import pipelining_fn
 from tests.trainers import cpu
 from tests.trainers.changed_import import load_changed
 
 cpu.answer_for_the_device()
-cpu.be_newer_than_2_13()
 
 from torchtitan.components.checkpoint import CheckpointManager  # noqa: E402
 from torchtitan.components.validate import Validator  # noqa: E402
@@ -58,6 +59,7 @@ def train(
     """
     os.chdir(folder)
     cpu.leave_group()
+    cpu.be_newer_than_2_13()
     config = _config(MODELS[model](), steps)
     config.parallelism.pipeline_parallel_degree = degree
     config.parallelism.pipeline_parallel_schedule = "1F1B" if way == "function" else schedule
@@ -85,12 +87,20 @@ def _llama3() -> Trainer.Config:
 def _transformers() -> Trainer.Config:
     """Return the debug model of torchtitan's backend for Transformers, a Qwen3 whose configuration is made here."""
     from torchtitan.experiments.transformers_modeling_backend import config_registry
-    from transformers import Qwen3Config
+    from transformers import AttentionInterface, Qwen3Config
 
+    AttentionInterface.register("flex_torchtitan", _causal_attention)
     Qwen3Config(vocab_size=512, intermediate_size=512, head_dim=16, architectures=["Qwen3ForCausalLM"]).save_pretrained("qwen3")
     config = config_registry.transformers_modeling_backend_debugmodel()
     config.hf_model = "./qwen3"
     return config
+
+
+def _causal_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> tuple[Any, None]:
+    """Do what that backend's flex attention does with its causal mask: flex attention has no backward on CPU."""
+    scale = kwargs.get("scaling")
+    attended = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return attended.transpose(1, 2), None
 
 
 MODELS = {"llama3": _llama3, "transformers": _transformers}
