@@ -23,7 +23,7 @@ def test_a_plan_that_evicts_and_is_made_to_measure_runs_to_the_bit(tmp_path: Pat
     costs = ("--forward", "1,1.1,1.2,1", "--saved", "65536", "--output", "655", "--bandwidth", "131kB/s", "--latency", "50ms")
     assert main(["search", "1f1b", *SMALL, *costs, "--budget", "203000", "--by", "evict", *FEW, "--out", str(path)]) == 0
     out = capsys.readouterr().out
-    assert "made_to_measure from 1f1b" in out and "by evictions" in out and f"wrote {path}" in out
+    assert "an order made for these costs, from 1f1b" in out and "by evictions" in out and f"wrote {path}" in out
     plan = Plan.from_text(path.read_text())
     verify(plan)
     assert plan.name == "made_to_measure" and any(action.op is Op.EVICT for lane in plan.actions for action in lane)
@@ -48,7 +48,7 @@ def test_what_scripts_get(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_budget_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", "1f1b", *UNEVEN, "--budget", "1000", *FEW]) == 1
     out = capsys.readouterr().out
-    assert "1f1b" in out and "none found" in out and "made_to_measure" not in out
+    assert "1f1b" in out and "none found" in out and "an order made" not in out
 
 
 @pytest.mark.parametrize(
