@@ -62,15 +62,15 @@ async function play(page) {
 }
 
 /** How long it takes from a change to the new picture, and how often the page could do something else meanwhile. */
-async function time(page, forward) {
+async function time(page, settings) {
   return page.evaluate(async (value) => {
     const began = performance.now();
-    location.hash = `#ranks=16&microbatches=64&2.schedule=balanced_1f1b&forward=${value}`;
+    location.hash = `#ranks=16&microbatches=64&${value}`;
     let ticks = 0;
     while (asking.runs || asking.began < began) { await new Promise((resolve) => setTimeout(resolve, 5)); ticks++; }
     await new Promise(requestAnimationFrame);
     return { seconds: (performance.now() - began) / 1000, ticks };
-  }, forward);
+  }, settings);
 }
 
 (async () => {
@@ -83,8 +83,11 @@ async function time(page, forward) {
   page.on("request", (request) => seen.requests.add(request.url().split(/[:,]/)[0]));
   if (url.startsWith("file:")) {
     await play(page);
-    seen.times = [];
-    for (const forward of ["31ms", "32ms", "33ms"]) seen.times.push(await time(page, forward));
+    seen.times = { "balanced by count": [], "balanced in bytes": [] };
+    for (const forward of ["31ms", "32ms", "33ms"]) {
+      seen.times["balanced in bytes"].push(await time(page, `forward=${forward}&2.limit=bytes&2.budget=22GiB`));
+      seen.times["balanced by count"].push(await time(page, `forward=${forward}&2.schedule=balanced_1f1b`));
+    }
     seen.large = await drawn(page);
     await page.setViewportSize({ width: 390, height: 844 });
     await page.emulateMedia({ colorScheme: "dark" });

@@ -81,11 +81,12 @@ def test_the_page_answers_as_bpipe_does_and_in_time(page: Path, tmp_path: Path, 
     assert seen["large"] == [["1f1b", 16, 64], ["balanced_1f1b", 16, 64]]
     assert seen["narrow"][0] <= seen["narrow"][1]
 
-    assert all(timed["ticks"] > 5 for timed in seen["times"])  # the page does not freeze meanwhile
-    share = min(timed["seconds"] for timed in seen["times"]) / LIMIT_S
+    shares = {name: min(timed["seconds"] for timed in times) / LIMIT_S for name, times in seen["times"].items()}
     with capsys.disabled():
-        print(f"\n1f1b beside balanced_1f1b, p = 16, m = 64, in the browser: {share:.2f} of the limit of {LIMIT_S:g} s")
-    assert share < 1
+        for name, share in shares.items():
+            print(f"\n1f1b, and {name}, p = 16, m = 64, in the browser: {share:.2f} of the limit of {LIMIT_S:g} s", end="")
+    assert all(timed["ticks"] > 5 for times in seen["times"].values() for timed in times)  # the page does not freeze meanwhile
+    assert max(shares.values()) < 1
 
 
 def test_the_page_answers_over_http(server: str, tmp_path: Path) -> None:
