@@ -22,7 +22,7 @@ OURS = ("bpipe", "docs", "examples", "benchmarks", "README.md", "CONTRIBUTING.md
 LINE = re.compile(r"\bpip (?:install|wheel)((?: +(?:'[^'\n]+'|[-\w./*=>+]+))+)")
 GIT = "pip install git+URL"  # URL is what a reader puts in
 WHEEL = "pip wheel --no-deps --wheel-dir dist ."
-USUAL = ("pip install .", "pip install -e .", "pip install '.[cli,plot]'")  # those that `make test` runs, with the wheel
+USUAL = ("pip install -e .", "pip install '.[cli,plot]'")  # those that `make test` runs, with the wheel
 WORKS = (
     "import bpipe, importlib.metadata\n"
     "from bpipe.tools.cli import main\n"

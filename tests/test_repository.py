@@ -145,7 +145,7 @@ def test_sdist_has_what_it_takes_to_test_it(packages: dict[str, Path]) -> None:
     assert not [name for name in names if "__pycache__" in name]
 
 
-@pytest.mark.parametrize("kind", ["sdist", "wheel"])
+@pytest.mark.parametrize("kind", [pytest.param("sdist", marks=pytest.mark.exhaustive), "wheel"])  # the wheel is built from it
 def test_package_installs_and_works_elsewhere(packages: dict[str, Path], kind: str, tmp_path: Path) -> None:
     site = tmp_path / "site"
     flags = ["--no-deps", "--no-index", "--no-build-isolation", "--no-cache-dir", "--quiet"]
