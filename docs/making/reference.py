@@ -103,6 +103,11 @@ class Public(NamedTuple):
         """The object that it names."""
         return getattr(import_module(self.room), self.name)
 
+    @property
+    def called(self) -> str:
+        """The name that its definition has: another one, if this is a second name for it."""
+        return str(getattr(self.value, "__name__", self.name))
+
 
 def public() -> list[Public]:
     """Return every public name once, from the room where users find it first."""
@@ -157,7 +162,9 @@ def _page(page: str, found: list[Public]) -> str:
 
 
 def _entry(one: Public) -> str:
-    anchor = f'<a id="{one.room}.{one.name}"></a>'
+    anchor, imported = f'<a id="{one.room}.{one.name}"></a>', f"`from {one.room} import {one.name}`"
     if not one.home.startswith("bpipe"):
-        return f"{anchor}\n\n## {one.name}\n\n`from {one.room} import {one.name}` is PyTorch's own `{one.home}.{one.name}`."
-    return f"{anchor}\n\n::: {one.home}.{one.name}\n\n`from {one.room} import {one.name}`"
+        return f"{anchor}\n\n## {one.name}\n\n{imported} is PyTorch's own `{one.home}.{one.name}`."
+    if one.called != one.name:
+        return f"{anchor}\n\n## {one.name}\n\n{imported} is another name of [`{one.called}`](#{one.room}.{one.called})."
+    return f"{anchor}\n\n::: {one.home}.{one.name}\n\n{imported}"
