@@ -163,7 +163,7 @@ function post(message) {
   });
 }
 
-const asking = { timer: 0, runs: false, waits: false, began: 0 };
+const asking = { timer: 0, runs: false, waits: false, starts: false, began: 0 };
 
 function ask(patience) {
   clearTimeout(asking.timer);
@@ -192,15 +192,15 @@ async function next() {
 /** Say that it takes long; start again if what is running is no longer asked for. */
 async function watch() {
   const passed = performance.now() - asking.began;
-  if (!asking.runs || passed < 1000) return;
+  if (!asking.runs || asking.starts || passed < 1000) return;
   say(`Planning for ${(passed / 1000).toFixed(0)} s${asking.waits ? "; your latest settings come next" : ""}.`);
   if (!asking.waits || passed < PATIENCE) return;
+  asking.starts = true;
   python.worker.terminate();
   python.calls.clear();
-  asking.began = performance.now();
   say("Starting Python again, for your latest settings.");
   await start();
-  asking.runs = false;
+  asking.starts = asking.runs = false;
   next();
 }
 
