@@ -410,6 +410,15 @@ class InterleavedZeroBubble(_Stages):
 
     The order of computations is that of torch's ScheduleInterleavedZeroBubble. With a multiple of p microbatches, every rank holds
     at most p of them. Arguments are `Schedule`'s, except `stages`, the list of this rank's stages; hooks are as in `ZBH1`.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(2)
+        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, r + 2)] for r in range(2)]
+        >>> schedules = [InterleavedZeroBubble(of_rank, 4, nn.functional.mse_loss) for of_rank in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
     """
 
     rule = "interleaved_zb"

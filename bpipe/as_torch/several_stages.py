@@ -64,19 +64,59 @@ class ScheduleInterleaved1F1B(_TorchOrder, Interleaved1F1B):
 
 
 class ScheduleInterleavedZeroBubble(_TorchOrder, InterleavedZeroBubble):
-    """`InterleavedZeroBubble`, with torch's order of arguments."""
+    """`InterleavedZeroBubble`, with torch's order of arguments.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(2)
+        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, r + 2)] for r in range(2)]
+        >>> schedules = [ScheduleInterleavedZeroBubble(of_rank, 4, nn.functional.mse_loss) for of_rank in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
 
 
 class ScheduleZBVZeroBubble(_TorchOrder, ZBV):
-    """`ZBV`, with torch's order of arguments."""
+    """`ZBV`, with torch's order of arguments.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(2)
+        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
+        >>> schedules = [ScheduleZBVZeroBubble(of_rank, 4, nn.functional.mse_loss) for of_rank in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
 
 
 class ScheduleDualPipeV(_TorchOrder, DualPipeV):
-    """`DualPipeV`, with torch's order of arguments; `overlapped=True` makes its pairs, and `schedule.overlap` says how they run."""
+    """`DualPipeV`, with torch's order of arguments; `overlapped=True` makes its pairs, and `schedule.overlap` says how they run.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(2)
+        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
+        >>> schedules = [ScheduleDualPipeV(of_rank, 4, nn.functional.mse_loss) for of_rank in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
 
 
 class ScheduleLoopedBFS(_TorchOrder, BreadthFirst):
-    """`BreadthFirst`, with torch's order of arguments, which has no place for chunk specs: they may be given by name."""
+    """`BreadthFirst`, with torch's order of arguments, which has no place for chunk specs: they may be given by name.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(2)
+        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, r + 2)] for r in range(2)]
+        >>> schedules = [ScheduleLoopedBFS(of_rank, 4, nn.functional.mse_loss) for of_rank in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
 
     def __init__(
         self,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from fnmatch import fnmatch
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import get_plugin_logger
 from mkdocs.structure.files import File, Files
 
-from docs.making import gallery, notebook, play, proofs, reference, repository
+from docs.making import gallery, notebook, proofs, reference, repository
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -18,7 +20,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     made = {uri: repository.content(path) for uri, path in repository.pages().items()}
     notebooks = [uri for uri in files.src_uris if uri.endswith(".ipynb")]
     made |= {f"{uri.removesuffix('.ipynb')}.md": notebook.page(Path(config.docs_dir, uri)) for uri in notebooks}
-    for uri, content in (made | gallery.pages() | gallery.pictures() | reference.pages() | play.pages()).items():
+    for uri, content in (made | gallery.pages() | gallery.pictures() | reference.pages()).items():
         files.append(File.generated(config, uri, content=content))
     named = [*_names(config.nav)]
     config.nav = _there(config.nav, [uri for uri in files.src_uris if uri.endswith((".md", ".html"))], named)
@@ -33,8 +35,11 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Add the page to play with, which is no page of mkdocs."""
-    play.build(Path(config.site_dir))
+    """Add the page to play with, which is no page of mkdocs; without npm that page says how it is built."""
+    try:
+        import_module("docs.play.__main__").build(Path(config.site_dir, "play"))
+    except FileNotFoundError as error:
+        get_plugin_logger("play").info("%s", error)
 
 
 def _names(nav: Any) -> Any:

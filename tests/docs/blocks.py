@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
 def pages() -> dict[str, Path]:
     """The pages that users read, by their names in the repository."""
-    found = [ROOT / name for name in ("CONTRIBUTING.md", "bpipe/README.md")]
+    found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "bpipe/README.md")]
     found += sorted((ROOT / "docs").rglob("*.md"))
     return {path.relative_to(ROOT).as_posix(): path for path in found}
 
