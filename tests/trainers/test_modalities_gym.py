@@ -14,7 +14,8 @@ if find_spec("modalities") is None:
 
 STEPS, NUM_PARAMETERS = 4, 101
 BITS = {"rtol": 0.0, "atol": 0.0}
-ROUNDING = {"rtol": 1e-4, "atol": 1e-6}  # the norm that clips the gradients is added over other ranks
+# The norm that clips the gradients is added over other ranks; and key biases have none but rounding, which AdamW enlarges.
+ROUNDING = {"rtol": 1e-3, "atol": 2e-4}
 LAYERS_PER_STAGE = {"1F1B": 4, "GPipe": 4, "Interleaved1F1B": 2, "ZBVZeroBubble": 2}
 
 
