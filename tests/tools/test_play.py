@@ -100,7 +100,7 @@ def test_two_plans_are_compared_on_one_axis() -> None:
     [
         ("1f1b --slots 1", "1 slots are too few for 1f1b with 4 stages and 8 microbatches"),
         ("1f1b --saved 1GiB --budget 1GiB", "The smallest budget that works here is"),
-        ("interleaved_1f1b --microbatches 7", "interleaved_1f1b takes a multiple of p microbatches"),
+        ("interleaved_1f1b --microbatches 9", "interleaved_1f1b takes a multiple of floor(m/p) microbatches"),
         ("1f1b --slots many", "argument --slots: 'many' is not a whole number of at least 1"),
         ("1f1b --forward 1,2,3", "forward_s has 3 entries"),
         ("nothing", "no schedule is called 'nothing'"),
@@ -127,7 +127,7 @@ def test_the_page_offers_every_schedule_with_what_it_takes() -> None:
     assert tuple(offered) == names()
     assert [name for name, found in offered.items() if found["has_slices"]] == ["interleaved_1f1b", "seq_1f1b", "tera_pipe"]
     assert [name for name, found in offered.items() if found["slices"] > 1] == ["seq_1f1b", "tera_pipe"]
-    assert [name for name, found in offered.items() if found["has_stages"]] == ["interleaved_1f1b", "breadth_first"]
+    assert [name for name, found in offered.items() if found["has_stages"]] == ["interleaved_1f1b", "interleaved_zb", "breadth_first"]
     for name in offered:
         (plan,) = answers.answer([[name, *RANK.split()]])["plans"]
         assert "error" not in plan, plan
