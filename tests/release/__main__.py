@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 from bpipe.extras import EXTRAS
 from tests.release.environments import Environment, FailedError, find_python
@@ -41,14 +42,15 @@ def main() -> int:
     chosen = arguments.parse_args()
     if shutil.which("uv") is None:
         sys.exit("there is no uv: `make test-release` installs it")
-    results: list[Result] = []
+    results, one_at_a_time = list[Result](), Lock()
 
     def report(result: Result) -> None:
         """Say it at once, and keep it: what was found stays if the rest takes too long."""
-        results.append(result)
-        print(*result[:3], result.said, result.error, sep=", ", file=sys.stderr, flush=True)
-        if chosen.write:
-            PAGE.write_text(page(merged(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", results)), encoding="utf-8")
+        with one_at_a_time:
+            results.append(result)
+            print(*result[:3], result.said, result.error, sep=", ", file=sys.stderr, flush=True)
+            if chosen.write:
+                PAGE.write_text(page(merged(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", results)), encoding="utf-8")
 
     with tempfile.TemporaryDirectory(prefix="bpipe-release-") as folder:
         try_all(chosen.pythons.split(","), chosen.torches.split(","), Path(folder), report)

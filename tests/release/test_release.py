@@ -59,8 +59,9 @@ def test_a_part_of_the_matrix_replaces_its_own_rows() -> None:
     assert merged(page([old, other]).replace(f"bpipe {bpipe.__version__},", "bpipe 0.0.1,"), [new]) == [new]
 
 
-def test_the_page_has_every_python_and_no_failure() -> None:
+def test_the_page_has_every_python_the_oldest_torch_and_no_failure() -> None:
     rows = ROW.findall(release.PAGE.read_text(encoding="utf-8"))
     assert {python for python, *_ in rows} == CLASSIFIED == set(release.PYTHONS)
+    assert ".".join(map(str, bpipe.OLDEST_TORCH)) in {torch.rpartition(".")[0] for _, torch, *_ in rows}
     assert release.PAGE.read_text(encoding="utf-8").startswith(HEAD)
     assert rows and not [row for row in rows if row[-1] == "failed"]
