@@ -46,9 +46,9 @@ def train(title: str, recompute: partial[Tensor] | None) -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     stage = bpipe.PipelineStage(module, rank, num_ranks, torch.device("cpu"))
     schedule = bpipe.BalancedOneFOneB(stage, n_microbatches=8, loss_fn=nn.functional.mse_loss)
-    torch.manual_seed(0)
+    data = torch.Generator().manual_seed(0)  # the same batches on every rank, whatever a stage draws
     for _ in range(NUM_STEPS):
-        x = torch.randn(64, WIDTH)
+        x = torch.randn(64, WIDTH, generator=data)
         losses: list[Tensor] = []
         optimizer.zero_grad()
         schedule.step(x, target=x.sin(), losses=losses, return_outputs=False)

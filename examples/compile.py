@@ -34,8 +34,9 @@ def main() -> None:
     stage = bpipe.PipelineStage(torch.compile(mine, backend=backend), rank, num_ranks, torch.device("cpu"))
     schedule = bpipe.BalancedOneFOneB(stage, n_microbatches=8, loss_fn=nn.functional.mse_loss)
 
+    data = torch.Generator().manual_seed(0)  # the same batches on every rank, whatever a stage draws
     for step in range(1, NUM_STEPS + 1):
-        x = torch.randn(64, 8)
+        x = torch.randn(64, 8, generator=data)
         losses: list[Tensor] = []
         started = time.perf_counter()
         optimizer.zero_grad()

@@ -40,8 +40,9 @@ def main() -> None:
     schedule.fill = Inference(embedder, dataset, embeddings.append, kept_bytes=kept, budget=kept + 64 * 2**20)
 
     offered = used = 0.0
+    data = torch.Generator().manual_seed(0)  # the same batches on every rank, whatever a stage draws
     for step in range(1, NUM_STEPS + 1):
-        x = torch.randn(64, 32, WIDTH)
+        x = torch.randn(64, 32, WIDTH, generator=data)
         optimizer.zero_grad()
         schedule.step(x, target=0.5 * x, return_outputs=False)
         optimizer.step()

@@ -38,9 +38,9 @@ def main() -> None:
 
     stage = bpipe.PipelineStage(module, index, num_stages, torch.device("cpu"), mesh.get_group("pipeline"))
     schedule = bpipe.BalancedOneFOneB(stage, n_microbatches=8, loss_fn=nn.functional.mse_loss)
-    torch.manual_seed(100 + mesh.get_local_rank("data"))  # other data in each pipeline
+    data = torch.Generator().manual_seed(100 + mesh.get_local_rank("data"))  # other data in each pipeline
     for step in range(1, NUM_STEPS + 1):
-        x = torch.randn(32, WIDTH)
+        x = torch.randn(32, WIDTH, generator=data)
         losses: list[Tensor] = []
         optimizer.zero_grad()
         schedule.step(x, target=x.sin(), losses=losses, return_outputs=False)

@@ -34,9 +34,11 @@ def main() -> None:
     if "--plain" not in sys.argv:  # the losses and gradients of the two are bitwise identical
         schedule = bpipe.Balanced(schedule, budget="auto", optimizer=optimizer)
 
+    data = torch.Generator().manual_seed(1)  # the same batches on every rank, whatever a stage draws
+
     def train(first: int, last: int) -> None:
         for step in range(first, last + 1):
-            x = torch.randn(2048, WIDTH)
+            x = torch.randn(2048, WIDTH, generator=data)
             losses: list[Tensor] = []
             optimizer.zero_grad()
             schedule.step(x, target=x.norm(dim=1, keepdim=True), losses=losses, return_outputs=False)
@@ -57,7 +59,7 @@ def main() -> None:
 
 
 def build_model() -> list[nn.Module]:
-    """Return the layers of the whole model; each process builds it and draws the same batches, as each has the same seed."""
+    """Return the layers of the whole model, which each process builds from the same seed."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()) for _ in range(NUM_BLOCKS)]
     return [*blocks, nn.Linear(WIDTH, 1)]

@@ -43,27 +43,28 @@ def main() -> None:
     """Learn to double."""
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)  # the same model and the same batches on every rank
+    torch.manual_seed(0)  # the same model on every rank
     torch.set_num_threads(1)
     model = Transformer()
+    data = torch.Generator().manual_seed(0)  # the same batches on every rank, whatever a stage draws
 
     found: list[StageChoice | None] = [None]
     if rank == 0:  # two ranks would not measure the same, and all must cut alike
-        x, y = batch(BATCH // NUM_MICROBATCHES)
+        x, y = batch(BATCH // NUM_MICROBATCHES, torch.Generator())
         layers = bpipe.measure_layers(model, x, loss_fn=loss_fn, target=y)
         found = [bpipe.choose_stages(layers, num_ranks, NUM_MICROBATCHES, schedule="balanced_1f1b")]
         print(found[0], flush=True)
     dist.broadcast_object_list(found, device=torch.device("cpu"))
     assert found[0] is not None
     parts = bpipe.split_model(model, found[0].stages)
-    bpipe.check_split(model, parts, batch(2)[0])  # once for each kind of model: the stages compute what the model does
+    bpipe.check_split(model, parts, batch(2, data)[0])  # once for each kind of model: the stages compute what the model does
     mine = parts[rank]
     del model, parts  # what other ranks have is freed
 
     schedule = bpipe.BalancedOneFOneB(bpipe.PipelineStage(mine, rank, num_ranks), NUM_MICROBATCHES, loss_fn=loss_fn)
     optimizer = torch.optim.AdamW(mine.parameters(), lr=3e-3)
     for step in range(1, NUM_STEPS + 1):
-        x, y = batch(BATCH)
+        x, y = batch(BATCH, data)
         losses: list[Tensor] = []
         optimizer.zero_grad()
         schedule.step(x, target=y, losses=losses, return_outputs=False)
@@ -76,9 +77,9 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def batch(num_rows: int) -> tuple[Tensor, Tensor]:
+def batch(num_rows: int, data: torch.Generator) -> tuple[Tensor, Tensor]:
     """Words (rows, tokens), and for each of them the word that is twice as large."""
-    x = torch.randint(0, 64, (num_rows, TOKENS))
+    x = torch.randint(0, 64, (num_rows, TOKENS), generator=data)
     return x, 2 * x
 
 

@@ -44,8 +44,8 @@ def main() -> None:
 
     stage = bpipe.PipelineStage(module, place.index, place.num_stages, device, place.group)
     schedule = bpipe.BalancedOneFOneB(stage, n_microbatches=8, loss_fn=loss_fn)
-    torch.manual_seed(mesh.get_local_rank("dp"))
-    text = torch.randint(256, (8, CONFIG.sequence_length + 1), device=device)
+    data = torch.Generator(device).manual_seed(mesh.get_local_rank("dp"))
+    text = torch.randint(256, (8, CONFIG.sequence_length + 1), device=device, generator=data)
     for step in range(1, STEPS + 1):
         losses: list[Tensor] = []
         optimizer.zero_grad()

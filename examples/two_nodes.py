@@ -37,9 +37,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     stage = bpipe.PipelineStage(module, place.index, place.num_stages, device, place.group)
     schedule = bpipe.BalancedOneFOneB(stage, n_microbatches=8, loss_fn=nn.functional.mse_loss)
-    torch.manual_seed(0)
+    data = torch.Generator(device).manual_seed(0)  # the same batches on every rank, whatever a stage draws
     for step in range(1, STEPS + 1):
-        x = torch.randn(64, 128, device=device)
+        x = torch.randn(64, 128, device=device, generator=data)
         losses: list[Tensor] = []
         optimizer.zero_grad()
         schedule.step(x, target=x.roll(1, dims=1), losses=losses, return_outputs=False)

@@ -55,8 +55,9 @@ def main() -> None:
     stage = bpipe.PipelineStage(mine, rank, num_ranks, torch.device("cpu"), skips=skips)
     schedule = bpipe.BalancedOneFOneB(stage, n_microbatches=8, loss_fn=nn.functional.mse_loss)
 
+    data = torch.Generator().manual_seed(0)  # the same batches on every rank, whatever a stage draws
     for step in range(1, NUM_STEPS + 1):
-        waves = torch.sin(torch.rand(64, 1, 1) * torch.arange(POSITIONS) + 6 * torch.rand(64, 1, 1))
+        waves = torch.sin(torch.rand(64, 1, 1, generator=data) * torch.arange(POSITIONS) + 6 * torch.rand(64, 1, 1, generator=data))
         losses: list[Tensor] = []
         optimizer.zero_grad()
         schedule.step(waves + 0.3 * torch.randn_like(waves), target=waves, losses=losses, return_outputs=False)

@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "compile": (4, r"rank 0: 1 graph\(s\), 0 breaks, [1-9]\d* KiB"),
     "fill": (4, r"rank 0: \d+ batches embedded in \d+% of the waits, as the model alone does"),
     "fsdp": (4, r"pipeline 1, stage 0: \d+ of \d+ weights here"),
-    "huggingface": (4, r"rank 3: \d+ tensors, at most \d+ KiB of activations"),
+    "huggingface": (4, r"rank 3: \d+ tensors, memory \d+ KiB at most"),
     "local_learning": (4, r"mean of 1 seeds  backpropagation [\d.]+, local learning [\d.]+: [-+][\d.]+ points"),
     "long_context": (4, r"agreement   all four compute the same but for rounding"),
     "mixed_precision": (4, r"step 60/60  loss [\d.]+  norm [\d.]+  next scale \d+"),
