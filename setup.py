@@ -23,7 +23,7 @@ def readme() -> str:
 NAMES = said_by("extras.py")
 EXTRAS = NAMES["EXTRAS"]
 EXAMPLES = [*EXTRAS["cli"], *EXTRAS["plot"], "scikit-learn>=1.4", "transformers>=5"]
-DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30"]
+DOCS = ["ipykernel>=6.29", "mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.30", "nbclient>=0.10"]
 TEST = [
     *EXAMPLES,
     *DOCS,

@@ -1,6 +1,7 @@
 """Pipeline parallelism with balanced activation memory: early stages offload saved activations to late ones (BPipe, ICML 2023).
 
-The public names are loaded on first use, so that `import bpipe` and `import bpipe.schedules` need no torch.
+The public names, and rooms such as `bpipe.errors`, are loaded on first use, so that `import bpipe` and `import bpipe.schedules` need no
+torch.
 """
 
 from __future__ import annotations
@@ -208,10 +209,13 @@ _NAMES = {  # of each module of bpipe
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
+_ROOMS = frozenset(["errors", "estimate", "fill", "overlap", "partition", "passes", "schedules", "search", "slices", "torchtitan"])
 _NEED_NO_TORCH = frozenset({"advise", "choose_plan", "choose_stages", "draw", "load_trace", "pair_adjacent", "place", "save_trace"})
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"bpipe.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'bpipe' has no attribute {name!r}")
     if name not in _NEED_NO_TORCH:

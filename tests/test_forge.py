@@ -70,7 +70,11 @@ def test_how_to_cite() -> None:
     assert citation["cff-version"] == "1.2.0" and citation["message"] and citation["title"].startswith("bpipe: ")
     assert citation["version"] == bpipe.__version__ and citation["license"] == "Apache-2.0"
     assert citation["authors"] == [{"name": "The bpipe authors"}]
-    assert [one["title"] for one in citation["references"] if "BPipe: Memory-Balanced" in one["title"]]
+    (paper,) = [one for one in citation["references"] if "BPipe: Memory-Balanced" in one["title"]]
+    names = " and ".join(f"{one['family-names']}, {one['given-names']}" for one in paper["authors"])
+    entry = (ROOT / "docs" / "cite.md").read_text(encoding="utf-8")
+    assert f"author = {{{names}}}" in re.sub(" +", " ", entry)
+    assert all(re.search(rf"{field} += {{?{paper[field]}}}?", entry) for field in ("year", "volume"))
 
 
 def test_the_changelog_begins_with_this_version() -> None:

@@ -168,8 +168,13 @@ def test_unknown_names_and_old_torch(monkeypatch):
 
 def test_importing_bpipe_loads_no_torch():
     pure = "bpipe.pair_adjacent(4, 2), bpipe.advise, bpipe.choose_plan, bpipe.draw, bpipe.load_trace, bpipe.save_trace"
-    code = f"import sys, bpipe, bpipe.schedules; {pure}; sys.exit('torch' in sys.modules)"
+    code = f"import sys, bpipe; bpipe.errors.BPipeError, bpipe.schedules.build, {pure}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_rooms_are_there_after_importing_bpipe_alone():
+    rooms = "bpipe.fill.Job, bpipe.overlap.TwoThreads, bpipe.estimate.Device, bpipe.torchtitan.pipelining_fn, bpipe.partition"
+    subprocess.run([sys.executable, "-c", f"import bpipe; {rooms}; bpipe.slices.UpTo"], check=True)
 
 
 def modules():

@@ -51,9 +51,8 @@ def changed(sign: str) -> str:
     return "\n".join(line[1:] for line in diff if line[:1] in ("", " ", sign))
 
 
-@pytest.mark.parametrize("sign", ["-", "+"])
-def test_its_loop_runs_before_and_after_the_change(sign: str) -> None:
-    before, after = run_ranks(trained, 4, "-"), run_ranks(trained, 4, sign)
+def test_its_loop_runs_before_and_after_the_change() -> None:
+    before, after = run_ranks(trained, 4, "-"), run_ranks(trained, 4, "+")
     assert all(torch.equal(torch.tensor(a), torch.tensor(b)) for a, b in zip(before, after))
 
 

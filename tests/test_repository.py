@@ -139,7 +139,7 @@ def test_sdist_has_what_it_takes_to_test_it(packages: dict[str, Path]) -> None:
     with tarfile.open(packages["sdist"]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     needed = {"Makefile", "LICENSE", "pyproject.toml", "tests/test_repository.py", "tests/ranks.py", "examples/train_gpt.py"}
-    needed |= {"CHANGELOG.md", "CITATION.cff", ".ci/run", ".github/workflows/test.yml"}  # tests read these
+    needed |= {"CHANGELOG.md", "CITATION.cff", "mkdocs.yml", ".ci/run", ".github/workflows/test.yml"}  # tests read these
     needed |= {"tests/tools/page_test.js", "tests/tools/perfetto.js", "bpipe/tools/page.html"}
     assert needed <= names
     assert not [name for name in names if "__pycache__" in name]

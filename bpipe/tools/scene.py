@@ -304,7 +304,7 @@ def _facts(timeline: Timeline, unit: str, slots_each: int) -> str:
     fill = f" (fill job {filled:.1%})" if filled else ""
     return (
         f"{stages}, m = {plan.num_microbatches}{slices}   \N{MIDDLE DOT}   makespan {show_seconds(makespan)}   \N{MIDDLE DOT}   "
-        f"bubble {bubble:.1%}{fill}   \N{MIDDLE DOT}   {_fullest(timeline, unit, slots_each)}   \N{MIDDLE DOT}   "
+        f"largest bubble {bubble:.1%}{fill}   \N{MIDDLE DOT}   {_fullest(timeline, unit, slots_each)}   \N{MIDDLE DOT}   "
         f"{timeline.source}{step}"
     )
 

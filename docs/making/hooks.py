@@ -6,6 +6,7 @@ import re
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
+from subprocess import CalledProcessError
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -38,7 +39,7 @@ def on_post_build(config: MkDocsConfig) -> None:
     """Add the page to play with, which is no page of mkdocs; without npm that page says how it is built."""
     try:
         import_module("docs.play.__main__").build(Path(config.site_dir, "play"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, CalledProcessError) as error:  # no npm, or no network for it
         get_plugin_logger("play").info("%s", error)
 
 

@@ -65,7 +65,8 @@ function toHash() {
 function fromHash() {
   const given = new URLSearchParams(location.hash.slice(1));
   if (![...given].length) return;
-  const taken = (prefix) => SETTINGS.filter(({ name }) => given.has(prefix + name)).map(({ name }) => [name, given.get(prefix + name)]);
+  const isOffered = (name, value) => name !== "schedule" || schedules.some((one) => one.name === value);
+  const taken = (prefix) => SETTINGS.filter(({ name }) => given.has(prefix + name) && isOffered(name, given.get(prefix + name))).map(({ name }) => [name, given.get(prefix + name)]);
   Object.assign(state, { first: { ...first(), ...Object.fromEntries(taken("")) }, second: Object.fromEntries(taken("2.")), compares: given.get("compare") !== "no" });
 }
 
@@ -119,7 +120,6 @@ function update(patience = 0) {
     field.row.hidden = !shown().some((index) => applies(field, index));
     field.cells.forEach((one, index) => fill(field, index, one));
   }
-  history.replaceState(null, "", toHash());
   ask(patience);
 }
 
@@ -132,7 +132,8 @@ function fill(field, index, { td, input, slider }) {
   const number = parseFloat(value), nearest = field.steps.reduce((best, step, i) => (Math.abs(step - number) < Math.abs(field.steps[best] - number) ? i : best), 0);
   slider.value = nearest;
   slider.setAttribute("aria-valuetext", value || field.hint);
-  slider.disabled = value.includes(","); // one number would replace those of all stages
+  // One number would replace those of all stages; and the slider has one unit.
+  slider.disabled = value.includes(",") || (value !== "" && !value.endsWith(field.unit ?? ""));
 }
 
 function about(found) {
@@ -176,10 +177,11 @@ async function next() {
   asking.runs = true;
   asking.began = performance.now();
   element("result").setAttribute("aria-busy", "true");
-  const indices = shown();
+  const asked = shown().map((index) => ({ index, schedule: setting(index).schedule }));
   try {
-    const given = { settings: indices.map(words), is_first: !element("picture").srcdoc };
-    show(await post({ call: "answer", given }), indices);
+    history.replaceState(null, "", toHash()); // not at every step of a slider: browsers allow so many in a time
+    const given = { settings: asked.map(({ index }) => words(index)), is_first: !element("picture").srcdoc };
+    show(await post({ call: "answer", given }), asked);
     say(`Planned and simulated in ${((performance.now() - asking.began) / 1000).toFixed(2)} s.`);
   } catch (error) {
     fail(error.message);
@@ -199,9 +201,13 @@ async function watch() {
   python.worker.terminate();
   python.calls.clear();
   say("Starting Python again, for your latest settings.");
-  await start();
-  asking.starts = asking.runs = false;
-  next();
+  try {
+    await start();
+    asking.starts = asking.runs = false;
+    next();
+  } catch (error) {
+    fail(error.message);
+  }
 }
 
 // ---- What comes back
@@ -220,22 +226,24 @@ function made(tag, text, attributes = {}) {
   return Object.assign(document.createElement(tag), { textContent: text, ...attributes });
 }
 
-function show(answer, indices) {
-  const sentences = answer.plans.map(({ error }, i) => error && made("p", `${indices.length > 1 ? `${NAMES[indices[i]]}: ` : ""}${error}`));
+/** Show the answer to what was asked; the settings may have changed meanwhile. */
+function show(answer, asked) {
+  const titled = asked.map(({ index, schedule }, i) => ({ schedule, title: asked.length > 1 ? NAMES[index] : "", plan: answer.plans[i] }));
+  const sentences = titled.map(({ title, plan: { error } }) => error && made("p", `${title ? `${title}: ` : ""}${error}`));
   element("errors").replaceChildren(...sentences.filter(Boolean));
-  const good = indices.filter((_, i) => !answer.plans[i].error);
+  const good = titled.filter(({ plan }) => !plan.error);
   tabulate(answer.numbers, good);
   draw(answer);
-  element("plans").replaceChildren(...good.map((index) => described(answer.plans[indices.indexOf(index)], index)));
+  element("plans").replaceChildren(...good.map(described));
 }
 
-function tabulate(rows, indices) {
+function tabulate(rows, plans) {
   const table = element("numbers");
   table.replaceChildren();
   if (!rows.length) return;
   const head = table.createTHead().insertRow(), body = table.createTBody();
-  const names = shown().map((index) => setting(index).schedule), areTwo = new Set(names).size > 1;
-  for (const text of ["", ...indices.map((index) => (areTwo ? names[index] : NAMES[index])), ...(indices.length > 1 ? ["difference"] : [])]) head.append(made("th", text, { scope: "col" }));
+  const areTwo = new Set(plans.map(({ schedule }) => schedule)).size === plans.length;
+  for (const text of ["", ...plans.map(({ schedule, title }) => (areTwo ? schedule : title)), ...(plans.length > 1 ? ["difference"] : [])]) head.append(made("th", text, { scope: "col" }));
   for (const [name, ...texts] of rows) {
     const row = body.insertRow();
     row.append(made("th", name, { scope: "row" }), ...texts.map((text) => made("td", text)));
@@ -245,6 +253,7 @@ function tabulate(rows, indices) {
 /** Draw the scene in the page that `bpipe plot` writes: it is in a frame, and is given new data as long as it lives. */
 function draw({ scene, page }) {
   const picture = element("picture");
+  picture.hidden = !scene;
   if (!scene) return;
   const rows = scene.panels.flatMap((panel) => panel.rows), least = rows.some((row) => row.places) ? 74 : 52; // pixels
   picture.style.height = `${150 + 34 * scene.panels.length + Math.max(least, Math.min(90, 800 / rows.length)) * rows.length}px`;
@@ -253,14 +262,14 @@ function draw({ scene, page }) {
   else picture.addEventListener("load", () => picture.contentWindow.show(scene), { once: true });
 }
 
-function described(plan, index) {
+function described({ plan, title, schedule }) {
   const article = document.createElement("article");
-  article.append(made("h2", `${state.compares ? `${NAMES[index]}: ` : ""}${setting(index).schedule}`));
+  article.append(made("h2", `${title ? `${title}: ` : ""}${schedule}`));
   for (const note of plan.notes) article.append(made("p", note, { className: "quiet" }));
   const parts = [["The plan: what each rank computes, in order", plan.grid, ""], ["The same in Python", plan.python, "wrap"], ["The same on the command line", plan.command, "wrap"]];
-  for (const [title, text, className] of parts) {
-    const heading = made("h3", title), button = made("button", "Copy", { type: "button" });
-    button.setAttribute("aria-label", `Copy: ${title}`);
+  for (const [part, text, className] of parts) {
+    const heading = made("h3", part), button = made("button", "Copy", { type: "button" });
+    button.setAttribute("aria-label", `Copy: ${part}`);
     button.addEventListener("click", () => copy(text, button));
     heading.append(button);
     article.append(heading, made("pre", text, { className, tabIndex: 0 }));

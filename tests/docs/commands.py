@@ -15,7 +15,7 @@ from bpipe.tools import cli
 from tests.docs.blocks import ROOT, Block, is_printed
 
 SHELLS = ("bash", "sh", "shell", "console", "")
-FREE = ("export", "cd", "git", "source", "open")  # which say nothing about this repository
+FREE = ("export", "cd", "git", "source", ".", "open")  # which say nothing about this repository
 TAKES = r"(?:\$ )?(?:[A-Z_]+=\S+ +)*(?:\.venv/bin/)?(?:bpipe|make|pip|python3?|torchrun)(?: |$)"
 
 

@@ -214,7 +214,7 @@ def test_a_stream_is_refused() -> None:
 
 
 def test_a_group_of_another_size_is_refused() -> None:
-    with fake_group(0, size=4), pytest.raises(ConfigurationError, match="the plan needs 8 ranks and the group has 4"):
+    with fake_group(0, size=4), pytest.raises(ConfigurationError, match="needs 8 ranks, but the group has 4"):
         make(bpipe.OneFOneB, stages_on(0, bpipe.OneFOneB))
 
 

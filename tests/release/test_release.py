@@ -63,5 +63,6 @@ def test_the_page_has_every_python_the_oldest_torch_and_no_failure() -> None:
     rows = ROW.findall(release.PAGE.read_text(encoding="utf-8"))
     assert {python for python, *_ in rows} == CLASSIFIED == set(release.PYTHONS)
     assert ".".join(map(str, bpipe.OLDEST_TORCH)) in {torch.rpartition(".")[0] for _, torch, *_ in rows}
-    assert release.PAGE.read_text(encoding="utf-8").startswith(HEAD)
+    text = release.PAGE.read_text(encoding="utf-8")
+    assert text.startswith(HEAD) and f"\nbpipe {bpipe.__version__}," in text
     assert rows and not [row for row in rows if row[-1] == "failed"]

@@ -153,7 +153,7 @@ def test_the_facts_of_a_panel() -> None:
     shown = replace(timeline("1f1b", 4, 8, Costs(forward_s=1e-3)), source="measured", step=7)
     facts = compose([shown]).panels[0].facts
     assert [fact.strip() for fact in facts.split("·")] == [
-        "p = 4, m = 8", "makespan 33.0 ms", "bubble 27.3%", "fullest rank 0: 4 slots", "measured in step 7",
+        "p = 4, m = 8", "makespan 33.0 ms", "largest bubble 27.3%", "fullest rank 0: 4 slots", "measured in step 7",
     ]  # fmt: skip
     uneven = timeline("1f1b", 2, 2, Costs(forward_s=(1.0, 2.0), backward_s=(2.0, 4.0)))
     assert f"bubble {uneven.bubble_s(0) / uneven.makespan_s:.1%}" in compose([uneven]).panels[0].facts

@@ -38,7 +38,7 @@ SAYS: dict[str, dict[str, tuple[str, ...]]] = {  # by file of PyTorch: its tests
             f"{OURS}::test_few_microbatches_for_dual_pipe",
         ),
         "test_csv": (f"{OURS}::test_an_order_goes_through_a_file",),
-        "test_csv_compare": (f"{OURS}::test_orders_in_a_v",),
+        "test_csv_compare": ("tests/schedules/test_rules.py::test_forwards_and_input_halves_are_in_torch_s_order",),
         "test_defer_recv_ops_no_deadlock": ("tests/schedules/test_verify.py::test_generated_plans_verify_and_run",),
         "test_grad_with_v_schedule": (f"{OURS}::test_orders_in_torchs_text",),
         "test_grad_with_split_b_w": (f"{OURS}::test_orders_in_torchs_text",),

@@ -214,6 +214,7 @@ def test_looped_orders(name: str, per_rank: int, m: int, ranks: int) -> None:
 @pytest.mark.parametrize("m", [8, 12])
 @pytest.mark.parametrize("name", ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"])
 def test_orders_in_a_v(name: str, m: int) -> None:
+    """torch's validator accepts them; `tests/schedules/test_rules.py` compares them with torch's own."""
     ours, _ = orders(name, 2, m, 4, lambda rank: [rank, 7 - rank])
     accepted_by_torch(ours, lambda stage: min(stage, 7 - stage), 8)
 

@@ -18,7 +18,7 @@ SAME = "the same"
 
 INTRODUCTION = """# Programs written for torch.distributed.pipelining
 
-Change the module that a program imports, and it runs with bpipe:
+Change the module that a program imports, and most programs run with bpipe; the rest of this page says which do not, and why:
 
 ```python
 from bpipe import PipelineStage, ScheduleInterleaved1F1B  # before: from torch.distributed.pipelining import ...
@@ -27,6 +27,9 @@ from bpipe import PipelineStage, ScheduleInterleaved1F1B  # before: from torch.d
 `bpipe` has the names of `torch.distributed.pipelining`, and the ones that programs import from its modules `schedules`, `stage`
 and `microbatch`. Schedules are bpipe's own classes under torch's names, with torch's order of arguments. `pipeline`, `SplitPoint`
 and the others that cut a model or a batch are torch's own objects, and schedules take the stages that they make.
+
+This alone balances nothing. Wrap the schedule: `bpipe.Balanced(schedule, budget="auto", optimizer=optimizer)`
+([how](tutorials/budgets.md)).
 
 This page compares the names and arguments of torch {versions}. It is written by
 `python -m tests.torch_names --write`; `tests/test_torch_names.py` compares it with the signatures of these versions and of the
