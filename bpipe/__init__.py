@@ -1,7 +1,7 @@
 """Pipeline parallelism with balanced activation memory: early stages offload saved activations to late ones (BPipe, ICML 2023).
 
-The public names, and rooms such as `bpipe.errors`, are loaded on first use, so that `import bpipe` and `import bpipe.schedules` need no
-torch.
+The public names, and rooms such as `bpipe.errors`, are loaded on first use, so that `import bpipe` and `import bpipe.schedules`
+need no torch.
 """
 
 from __future__ import annotations

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sysconfig
+import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
+from itertools import takewhile
 from types import TracebackType
 from typing import Generic, ParamSpec, TypeVar
 
@@ -20,6 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 OWN_FILES = os.path.dirname(__file__) + os.sep
+LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
 PASSED_ON = contextlib.__file__, os.path.join("torch", "nn", "modules", "module.py")  # files whose frames only call others
 
 
@@ -88,7 +92,7 @@ def leave_own_frames_out(error: BaseException) -> None:
     """Remove bpipe's frames from the tracebacks of an error and of those that it came from, because they tell a user nothing.
 
     They stay if bpipe's own code raised an error that it does not raise on purpose, which is a defect to report; and always if
-    the environment says BPIPE_TRACEBACKS=full.
+    the environment says BPIPE_TRACEBACKS=full. The last of them stays where it called a library and not the user's code.
     """
     one: BaseException | None = None if shows_own_frames() else error
     seen: set[int] = set()
@@ -96,6 +100,21 @@ def leave_own_frames_out(error: BaseException) -> None:
         seen.add(id(one))
         one.__traceback__ = _of_others(one)
         one = one.__cause__ if one.__cause__ is not None or one.__suppress_context__ else one.__context__
+
+
+def concise_traceback(error: BaseException) -> str:
+    """Return the text of an error without bpipe's frames; nothing if only bpipe's own code raised it. The error stays as it is."""
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
+        chain.append(cause)
+    before = [one.__traceback__ for one in chain]
+    try:
+        leave_own_frames_out(error)
+        is_own = error.__traceback__ is None and error.__cause__ is None
+        return "" if is_own else "".join(traceback.format_exception(error))
+    finally:
+        for one, frames in zip(chain, before):
+            one.__traceback__ = frames
 
 
 def _of_others(error: BaseException) -> TracebackType | None:
@@ -107,8 +126,12 @@ def _of_others(error: BaseException) -> TracebackType | None:
     if frames and _is_own(frames[-1]) and not isinstance(error, BPipeError):
         return error.__traceback__
     kept: TracebackType | None = None
+    since_own = list(takewhile(lambda frame: not _is_own(frame), reversed(frames)))
+    called_library = not isinstance(error, BPipeError) and all(_file(frame).startswith(LIBRARIES) for frame in since_own)
+    last_own = frames[-len(since_own) - 1] if called_library and len(since_own) < len(frames) else None
     for frame in reversed(frames):
-        if not _is_own(frame) and (frame is frames[-1] or not _file(frame).endswith(PASSED_ON)):
+        is_passed_on = frame is not frames[-1] and _file(frame).endswith(PASSED_ON)
+        if frame is last_own or not (_is_own(frame) or is_passed_on):
             kept = TracebackType(kept, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return kept
 

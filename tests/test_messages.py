@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import textwrap
 import traceback
 from collections.abc import Iterator
 from importlib import import_module
@@ -168,6 +169,10 @@ def test_a_defect_of_bpipes_own_shows_all_of_it(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(TypeError) as failure:
         loopback.step(schedules, torch.randn(8, 8), target=torch.randn(8, 8))
     assert sum(name.startswith(OWN_FILES) for name in files_of(failure.value)) > 3
+    monkeypatch.setattr(chunks, "_divided", textwrap.indent)  # what a library raises says where it was called
+    with pytest.raises(AttributeError, match="splitlines") as failure:
+        loopback.step(schedules, torch.randn(8, 8), target=torch.randn(8, 8))
+    assert [Path(name).name for name in files_of(failure.value) if name.startswith(OWN_FILES)] == ["chunks.py"]
 
 
 def test_the_environment_asks_for_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from bpipe.estimate import Measurement, Profile, SliceMeasurement, SliceProfile
 from bpipe.fill import Pieces
 from bpipe.memory.ledger import Ledger
 from bpipe.overlap import TwoThreads
+from bpipe.plan import grid
 from bpipe.schedules import Costs, Link, Plan, Sizes, Timeline, build, simulate
 from tests.test_messages import Breaks, pipeline, stages
 
@@ -191,8 +192,16 @@ def test_sizes_of_a_plan_are_not_shortened() -> None:
         assert repr(one) != repr(other)
 
 
+def test_a_large_plan_is_not_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = build("balanced_1f1b", 4, 8)
+    assert "peak slots" in repr(plan)
+    monkeypatch.setattr(grid, "MOST_SCANNED", 100)
+    assert repr(plan) == "Plan(balanced_1f1b: 4 stages, 8 microbatches)"
+
+
 def test_a_trace_counts_its_steps() -> None:
     loopback, schedules = run(0)
     with bpipe.trace(schedules) as traced:
         loopback.step(schedules, X, target=X)
     assert repr(traced) == "Trace(of 4 schedules, 1 steps)"
+    assert re.fullmatch(r"Timeline\(1f1b: 4 stages, 4 microbatches, measured in step 0, [\d.]+ m?s\)", repr(traced.timelines[-1]))

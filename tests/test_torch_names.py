@@ -355,6 +355,57 @@ def test_orders_that_do_not_fit_are_refused() -> None:
         runtime._load_csv("nowhere.csv")
 
 
+def test_a_plan_that_the_schedule_was_not_made_for_is_refused() -> None:
+    """Slices, slots and places are settled when a schedule is made: another plan would cut or place wrongly, without an error."""
+    text = bpipe.schedules.build("1f1b", 2, 2).to_csv()
+    stage = stages_of(bpipe.Loopback(2), 1)[0][0]
+    takes_slices = bpipe.PipelineStage(TakesSlices(), 0, 2, "cpu", group=bpipe.Loopback(2).rank(0))
+    for schedule, message in (
+        (bpipe.Seq1F1B(takes_slices, 2, mse, slices=2), "the plan has slices=1, and Seq1F1B was made with 2: use FromPlan"),
+        (bpipe.OneFOneB(stage, 2, mse, slots=2), "OneFOneB keeps to slots, which a CSV cannot say"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            schedule.load_csv(text)
+    with pytest.raises(ConfigurationError, match="_loss_fn cannot be set on a schedule of slices"):
+        bpipe.Seq1F1B(takes_slices, 2, mse, slices=2)._loss_fn = nn.functional.l1_loss
+    loaded = bpipe.OneFOneB(stage, 2, mse)
+    loaded.load_csv(text)
+    assert loaded.plan.name == "csv"
+    with pytest.raises(ConfigurationError, match="the CSV that was loaded has 2 microbatches: load one for 4"):
+        loaded._n_microbatches = 4
+
+
+class TakesSlices(nn.Linear):
+    """A layer that computes each position by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, past: object = None) -> tuple[torch.Tensor, None]:
+        return super().forward(x), None
+
+
+def test_what_a_property_raises_is_seen() -> None:
+    class Asks(bpipe.PipelineStage):
+        @property
+        def asked(self) -> object:
+            return self.submod.no_such_layer
+
+    asks = Asks(nn.Linear(2, 2), 0, 1, "cpu", group=bpipe.Loopback(1).rank(0))
+    with pytest.raises(AttributeError, match="no_such_layer"):
+        _ = asks.asked
+    with pytest.raises(AttributeError, match="OneFOneB has one stage, _stage"):
+        _ = bpipe.OneFOneB(asks, 2)._stages
+
+
+def test_a_base_class_that_overrides_torch_s_runtime_is_refused() -> None:
+    class Mixin:
+        def forward_one_chunk(self) -> None: ...
+
+    with pytest.raises(ConfigurationError, match="overrides forward_one_chunk"):
+        type("Mine", (Mixin, bpipe.PipelineStage), {})
+
+
 def test_an_unused_argument_is_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
     own = stages_of(bpipe.Loopback(2), 1)[0]
     bpipe.FromCSV(own, 2, mse, None, None, None, True)

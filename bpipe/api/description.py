@@ -45,7 +45,7 @@ def _of_session(session: Session | None) -> list[str]:
     context = session.context
     stages = sorted(context.stages)
     held = f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))} on {context.transport.device}"
-    return [held, state_of(session.guard)]
+    return [held, *(["a dry run"] if session.is_dry else []), state_of(session.guard)]
 
 
 def state_of(guard: Guard, unit: str = "step") -> str:

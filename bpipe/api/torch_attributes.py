@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from bpipe.cleanup import concise
 from bpipe.errors import ConfigurationError
 from bpipe.model.call import Specs
-from bpipe.model.of_torch_alone import SCHEDULE, check_overrides, missing
+from bpipe.model.of_torch_alone import SCHEDULE, check_missing, check_overrides
 from bpipe.model.stage import PipelineStage
 from bpipe.passes.communicate import computations_only
 from bpipe.plan.plan import Plan
@@ -37,6 +38,7 @@ class TorchAttributes:
     _source: PlanSource
     _check_placement: Callable[[Plan, Mapping[int, PipelineStage]], None]
     _makes_plans: ClassVar[bool] = False  # as it learns, so that it takes none
+    _is_from_csv = False  # whether its plan was loaded
 
     if TYPE_CHECKING:
 
@@ -51,7 +53,8 @@ class TorchAttributes:
         check_overrides(cls, SCHEDULE)
 
     def __getattr__(self, name: str) -> Any:
-        raise missing(type(self).__name__, name, SCHEDULE)
+        check_missing(type(self).__name__, name, SCHEDULE)
+        return object.__getattribute__(self, name)  # raises again what a property raised
 
     @property
     def stages(self) -> list[Any]:
@@ -106,6 +109,7 @@ class TorchAttributes:
 
     @scale_grads.setter
     def scale_grads(self, value: bool) -> None:
+        self._check_takes_loss("scale_grads")
         self.session.context.scale_grads = value
 
     @property
@@ -114,7 +118,13 @@ class TorchAttributes:
 
     @_loss_fn.setter
     def _loss_fn(self, loss_fn: Callable[..., Any] | None) -> None:
+        self._check_takes_loss("_loss_fn")
         self.session.context.loss_fn = loss_fn
+
+    def _check_takes_loss(self, name: str) -> None:
+        """Raise if the loss was tried on slices, which is done once: whether their losses add up to that of a whole sequence."""
+        if self.session.context.slicing is not None:
+            raise ConfigurationError(f"{name} cannot be set on a schedule of slices: make a new schedule")
 
     @property
     def _has_backward(self) -> bool:
@@ -161,6 +171,10 @@ class TorchAttributes:
         check_counts(_n_microbatches=number)
         self._check_takes_plans()
         if number != self._n_microbatches:
+            if self._is_from_csv:
+                raise ConfigurationError(
+                    f"the CSV that was loaded has {self._n_microbatches} microbatches: load one for {number} into a new schedule"
+                )
             self._take_plan(self._plan_for(number))
 
     @property
@@ -171,7 +185,7 @@ class TorchAttributes:
     def _check_takes_plans(self) -> None:
         if self._makes_plans:
             raise ConfigurationError(
-                f"{type(self).__name__} makes its own plans: change the schedule before Balanced(schedule), or make a new one"
+                f"{type(self).__name__} makes its own plans: change the schedule before it takes it, or make a new one"
             )
 
     def _plan_for(self, num_microbatches: int) -> Plan:
@@ -184,6 +198,13 @@ class TorchAttributes:
         """Run another plan from the next step on; all ranks have to take the same."""
         session, context = self.session, self.session.context
         self._check_placement(plan, context.stages)
+        kind = type(self).__name__
+        if any(slots is not None for slots in self.plan.slots) and all(slots is None for slots in plan.slots):
+            raise ConfigurationError(f"{kind} keeps to slots, which a CSV cannot say: load it without slots=, or use FromCSV")
+        for what in ("stage_ranks", "slices", "directions", "skips", "local"):  # what the schedule was constructed for
+            old, new = getattr(self.plan, what), getattr(plan, what)
+            if new != old:
+                raise ConfigurationError(f"the plan has {what}={new}, and {kind} was made with {old}: use FromPlan")
         with session.guard.entered():
             context.plan_rank = plan.stage_ranks[next(iter(context.stages))]
             self._source = PlanSource(plan, self.rule)
@@ -193,7 +214,7 @@ class TorchAttributes:
 
     @property
     def pipeline_order(self) -> dict[int, list[Any]]:
-        """Each rank's computations, as torch's actions, without the idle moments that torch writes as None.
+        """Each rank's computations, as torch's actions, without the idle moments that torch writes as None, and without evictions.
 
         Raises:
             PlanError: torch has no words for the plan.
@@ -205,6 +226,7 @@ class TorchAttributes:
         """Each rank's computations and the starts of its transfers, as torch's actions."""
         return _torch_actions(self.plan)
 
+    @concise
     def load_csv(self, path_or_text: str | os.PathLike[str], format: CsvFormat = "compute_only") -> None:
         """Run the order of computations in a CSV of torch.distributed.pipelining from the next step on; all ranks load the same.
 
@@ -214,26 +236,26 @@ class TorchAttributes:
 
         Raises:
             PlanError: it is no pipeline schedule; the message lists every violation.
-            ConfigurationError: it is for other microbatches, or it puts other stages on this rank.
+            ConfigurationError: it is for other microbatches, it puts stages on other ranks, or the schedule has slots or slices.
         """
         _check_format(format)
         self._check_takes_plans()
-        text = os.fspath(path_or_text)
-        if not ("\n" in text or "," in text):
-            text = Path(text).read_text()
-        plan = from_csv(text, name=self.rule)
+        is_text = isinstance(path_or_text, str) and ("\n" in path_or_text or "," in path_or_text)
+        text = os.fspath(path_or_text) if is_text else Path(path_or_text).read_text()
+        plan = from_csv(text, name="csv")
         verify(plan)
         if plan.num_microbatches != self._wanted_microbatches:
             raise ConfigurationError(
                 f"the CSV has {plan.num_microbatches} microbatches, and the schedule {self._wanted_microbatches}: give it as many"
             )
         self._take_plan(plan)
+        self._is_from_csv = True
 
     def dump_csv(self, path: str | os.PathLike[str], format: CsvFormat = "compute_comms") -> None:
         """Write the order of computations, and with "compute_comms" the starts of transfers, as torch.distributed.pipelining does.
 
         Raises:
-            PlanError: torch has no words for the plan, such as one that evicts; `plan.to_text()` writes any.
+            PlanError: torch has no words for the plan, such as one that evicts in "compute_comms"; `plan.to_text()` writes any.
             ConfigurationError: another format.
         """
         _check_format(format)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from bpipe.api.catalogue import ZBV, BreadthFirst, DualPipeV, Interleaved1F1B, InterleavedZeroBubble
+from bpipe.cleanup import concise
 
 __all__ = [
     "ScheduleDualPipeV",
@@ -30,6 +31,7 @@ class _TorchOrder:
         options: further arguments of the bpipe class, by name, such as `slots` or `timeout_s`.
     """
 
+    @concise
     def __init__(
         self,
         stages: Sequence[Any],

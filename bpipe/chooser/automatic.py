@@ -39,6 +39,8 @@ __all__ = ["AutoSchedule", "auto"]
 class AutoSchedule(Schedule):
     """A schedule that `bpipe.auto` makes: `step`, `eval` and the rest are `Schedule`'s."""
 
+    _makes_plans = True
+
     def __init__(
         self,
         schedule: Schedule,

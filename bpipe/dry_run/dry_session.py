@@ -14,9 +14,11 @@ from bpipe.dry_run.absent_peers import AbsentPeers
 from bpipe.dry_run.fake_transport import FakeTransport
 from bpipe.engine.run import Run
 from bpipe.errors import CommError, ConfigurationError
+from bpipe.logs import LOG
 from bpipe.model.call import Call
 from bpipe.plan.plan import Plan
 from bpipe.schedules import Op
+from bpipe.session.context import RankContext
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.session import PreparedStep, Session
 
@@ -30,7 +32,16 @@ class DrySession(Session):
     taken in the step before. What arrives is as large as what the stages' examples promise, and its values are zeros.
     """
 
-    _evicted_bytes = 0  # the most that a microbatch of this rank could move in the latest step
+    is_dry = True
+
+    def __init__(self, context: RankContext, source: PlanSource) -> None:
+        super().__init__(context, source)
+        LOG.warning(
+            "rank %d: the process group is a fake one, so this is a dry run: shapes, plans and memory are those of a step, and "
+            "outputs, losses and gradients are not",
+            self._fake.rank,
+        )
+        self._evicted_bytes = 0  # the most that a microbatch of this rank could move in the latest step
 
     def begin(self, call: Call, *, is_training: bool) -> PreparedStep:
         plan = self.source.announced(is_training=is_training).plan

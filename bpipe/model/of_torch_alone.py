@@ -33,11 +33,14 @@ STAGE = {
 }
 
 
-def missing(owner: str, name: str, names: dict[str, str]) -> AttributeError:
-    """Return the error of an attribute that a stage or a schedule has not."""
+def check_missing(owner: str, name: str, names: dict[str, str]) -> None:
+    """Raise if an attribute that a stage or a schedule does not have belongs to torch's runtime.
+
+    Raises:
+        AttributeError: it does; the message names the way out.
+    """
     if name in names:
-        return AttributeError(f"{owner} has no {name}, which is part of torch's runtime: {names[name]}")
-    return AttributeError(f"{owner!r} object has no attribute {name!r}")
+        raise AttributeError(f"{owner} has no {name}, which is part of torch's runtime: {names[name]}")
 
 
 def check_overrides(kind: type, names: dict[str, str]) -> None:
@@ -46,5 +49,6 @@ def check_overrides(kind: type, names: dict[str, str]) -> None:
     Raises:
         ConfigurationError: it does.
     """
-    for name in kind.__dict__.keys() & names.keys():
+    own = (base for base in kind.__mro__ if not base.__module__.startswith("bpipe."))
+    for name in {name for base in own for name in vars(base)} & names.keys():
         raise ConfigurationError(f"{kind.__name__} overrides {name}, which bpipe does not call: {names[name]}")

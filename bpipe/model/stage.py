@@ -16,7 +16,7 @@ from bpipe.errors import ConfigurationError, StageError
 from bpipe.memory.makeup import Makeups
 from bpipe.model.cut import cut_of
 from bpipe.model.examples import NAMES, Example, Examples, examples_of, inputs_of, is_example
-from bpipe.model.of_torch_alone import STAGE, check_overrides, missing
+from bpipe.model.of_torch_alone import STAGE, check_missing, check_overrides
 from bpipe.model.torch_graph import check_neighbours
 from bpipe.skips.routes import named_skips
 
@@ -163,7 +163,8 @@ class PipelineStage:
         check_overrides(cls, STAGE)
 
     def __getattr__(self, name: str) -> Any:
-        raise missing(type(self).__name__, name, STAGE)
+        check_missing(type(self).__name__, name, STAGE)
+        return object.__getattribute__(self, name)  # raises again what a property raised
 
     def clear_runtime_states(self) -> None:
         """Do nothing: a stage keeps nothing between steps, whatever their shapes are."""

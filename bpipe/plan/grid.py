@@ -16,6 +16,7 @@ __all__: list[str] = []
 EITHER_SIDE = 5
 MOST_MARKS = 16  # in a cell
 MOST_CELLS = 1_000_000  # of a grid that is drawn as a whole
+MOST_SCANNED = 100_000  # actions of a plan that is looked through for a line about it, which loggers print
 AROUND = 12  # columns before and after the ranks' places
 MARKS = {Op.EVICT: ">^", Op.LOAD: "<v"}  # to and from another rank, or the host
 
@@ -149,8 +150,16 @@ def head(plan: PlanData) -> str:
     return f"{plan_title(plan)}: {counts(plan)}, {_memory(plan)}"
 
 
+def short_head(plan: PlanData) -> str:
+    """Return the head of a plan, and of a large one what takes no look at each of its actions."""
+    is_large = sum(map(len, plan.actions)) > MOST_SCANNED
+    return f"{plan.name}: {counts(plan)}" if is_large else head(plan)
+
+
 def plan_title(plan: PlanData) -> str:
     """Return what a plan is: the name of its schedule, and how it was changed to hold less, such as `1f1b, balanced in bytes`."""
+    if sum(map(len, plan.actions)) > MOST_SCANNED:
+        return plan.name
     ops = {action.op for lane in plan.actions for action in lane}
     ways = {Op.EVICT: "balanced", Op.R: "recomputed"}
     done = [way for op, way in ways.items() if op in ops and not plan.name.startswith(way)]

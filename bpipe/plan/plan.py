@@ -75,7 +75,7 @@ class Plan(PlanData):
 
     def __repr__(self) -> str:
         try:
-            return f"Plan({grid.head(self)})"
+            return f"Plan({grid.short_head(self)})"
         except (ArithmeticError, BPipeError, LookupError, TypeError, ValueError):  # one that breaks rules
             return f"Plan({self.name!r}, which does not hold together: verify() shows where)"
 

@@ -92,7 +92,7 @@ class Guard:
                 raise reason from error
             if not isinstance(error, RankFailedError | TransferError):  # these say no more than that the other rank failed
                 note(reason, f"bpipe: here: {format_error(error)}")
-            raise reason from None
+            raise reason from reason.__cause__
         finally:
             self._transport.control.activity.end(self.num_steps)
 

@@ -63,6 +63,8 @@ class Session:
     actions of the runs, `result` and `finish`. A caller that steps, or works between steps as a trace does, enters `guard` first.
     """
 
+    is_dry = False  # whether the other ranks do not exist
+
     def __init__(self, context: RankContext, source: PlanSource) -> None:
         self.context, self.source = context, source
         self.guard = context.guard
@@ -85,7 +87,7 @@ class Session:
         context.transport.enlist()
 
     def adopt(self, source: PlanSource) -> None:
-        """Take plans from another source, before the first step."""
+        """Take plans from another source, from the next step on."""
         context = self.context
         context.lanes.prepare(source.plan, context.plan_rank)
         source.prepare(context.memory, context.plan_rank, context.stages)

@@ -16,7 +16,7 @@ from bpipe.simulator.timeline import Lane, Span, Timeline
 __all__ = ["Measured", "typical"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Measured(Timeline):
     """One step as it ran. The lanes of ranks that were not recorded here are empty.
 

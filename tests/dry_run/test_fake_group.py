@@ -271,6 +271,14 @@ def test_one_rank_alone_is_exact() -> None:
     assert all(map(torch.equal, gradients, [parameter.grad for parameter in module.parameters()]))
 
 
+def test_a_dry_run_says_that_it_is_one(caplog: pytest.LogCaptureFixture) -> None:
+    """A launcher whose backend was left at "fake" would train on zeros."""
+    with fake_group(1):
+        made = make(bpipe.OneFOneB, stages_on(1, bpipe.OneFOneB, input_args=EXAMPLE))
+        assert "a dry run" in repr(made) and "rank 1: the process group is a fake one, so this is a dry run" in caplog.text
+        made.close()
+
+
 def test_torchs_own_stage_brings_its_example() -> None:
     """torch's own schedule reads what it takes for another rank's answer, up to 2.13; here its stage works."""
     with fake_group(3):

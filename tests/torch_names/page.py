@@ -95,7 +95,7 @@ ATTRIBUTES = {
     ("a schedule", "_stages"): "the list of stages, of the others",
     ("a schedule", "_num_stages, n_local_stages"): "the number of all stages, and of this rank's",
     ("a schedule", "_n_microbatches"): "m; if it is set on all ranks, the next step has a plan for it",
-    ("a schedule", "_loss_fn, scale_grads"): "may be set on all ranks between steps",
+    ("a schedule", "_loss_fn, scale_grads"): "may be set on all ranks between steps, but not with slices",
     ("a schedule", "_has_backward"): "if it is set to False on all ranks, `step` evaluates",
     ("a schedule", "_args_chunk_spec, _kwargs_chunk_spec, _output_merge_spec"): "may be set between steps",
     ("a schedule", "rank, pp_group_size, stage_index_to_group_rank"): "this process's number, p, and the rank of each stage",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
 from enum import IntEnum
 from typing import NamedTuple
 
-from bpipe.cleanup import leave_own_frames_out
+from bpipe.cleanup import concise_traceback
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError, format_error
 
@@ -100,10 +99,7 @@ class Failure(NamedTuple):
 def _end_of_traceback(error: BaseException) -> str:
     """Return the end of an error's traceback; nothing if only bpipe's own code raised it, because its text says it all."""
     try:
-        leave_own_frames_out(error)
-        if error.__traceback__ is None and error.__cause__ is None:
-            return ""
-        return "".join(traceback.format_exception(error))[-MOST_DETAILS // 4 :]
+        return concise_traceback(error)[-MOST_DETAILS // 4 :]
     except BaseException as failure:  # a class that only looks like an exception
         return f"its traceback cannot be made, {type(failure).__name__}"
 
