@@ -4,7 +4,7 @@
     bpipe trace runs/own_model --out own_model.html
 
 The second line draws what the last steps did, as a page to zoom into. With --plain, memory is not balanced, and the trace is in
-runs/own_model-plain. Balancing has an effect with four or more stages.
+runs/own_model-plain. With fewer than 4 ranks of equal stages, no whole microbatch moves.
 """
 
 from __future__ import annotations
