@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/own_model.py
     bpipe trace runs/own_model --out own_model.html
 
-The second line draws what the last steps did, as a page to zoom into. With --plain, memory is not balanced. Balancing has an
-effect with four or more stages.
+The second line draws what the last steps did, as a page to zoom into. With --plain, memory is not balanced, and the trace is in
+runs/own_model-plain. With fewer than 4 ranks of equal stages, no whole microbatch moves.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def main() -> None:
 
     stage = bpipe.PipelineStage(mine, rank, num_ranks, torch.device("cpu"))
     schedule = bpipe.OneFOneB(stage, n_microbatches=8, loss_fn=nn.functional.mse_loss)
+    folder = "runs/own_model-plain" if "--plain" in sys.argv else "runs/own_model"
     if "--plain" not in sys.argv:  # the losses and gradients of the two are bitwise identical
         schedule = bpipe.Balanced(schedule, budget="auto", optimizer=optimizer)
 
@@ -47,7 +48,7 @@ def main() -> None:
                 print(f"step {step}/{NUM_STEPS}  loss {torch.stack(losses).mean():.4f}", flush=True)
 
     train(1, NUM_STEPS - TRACED)
-    with bpipe.trace(schedule, "runs/own_model"):
+    with bpipe.trace(schedule, folder):
         train(NUM_STEPS - TRACED + 1, NUM_STEPS)
 
     names = ("device_peak_bytes", "predicted_device_peak_bytes", "evicted_bytes")

@@ -239,7 +239,7 @@ class FromPlan(_Slices):
     """Any plan: one that you wrote or changed, or one from a file. It is verified here, before anything runs.
 
     Args:
-        stage: as in `Schedule`; a list if the plan puts several stages on a rank.
+        stage: as in `Schedule`; a list if the plan puts several stages on a rank. Ranks may hold different numbers of stages.
         plan: a finished plan, the same on all ranks, such as `Plan.from_text(path.read_text())` gives.
         loss_fn: this and the other arguments as in `Schedule`, and for a plan of slices as in `Seq1F1B`; the plan says how many
             slices there are.
@@ -262,6 +262,7 @@ class FromPlan(_Slices):
     """
 
     is_single = False
+    _may_be_uneven = True
 
     def __init__(
         self,

@@ -83,6 +83,7 @@ class Schedule(TorchAttributes):
     rule: str
     _slicing: tuple[Any, ...] = ()  # how sequences are cut, if they are
     _overlapped = False  # whether forwards run side by side with backwards
+    _may_be_uneven = False  # whether ranks may hold different numbers of stages
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -111,7 +112,7 @@ class Schedule(TorchAttributes):
             "slow_s": positive("slow_s", slow_s),
             "transfers_at_once": transfers_at_once,
         }
-        stages = stages_of(stage)
+        stages = stages_of(stage, may_be_uneven=self._may_be_uneven)
         first = next(iter(stages.values()))
         specs = Specs.checked(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         self._skips, self._slots = tuple(sorted(set(first.skips.values()))), slots

@@ -69,7 +69,7 @@ class FromCSV(FromPlan):
         check_counts(n_microbatches=n_microbatches)
         if use_full_backward is not None:
             LOG.warning("use_full_backward is not used any more, by torch neither: leave it out")
-        self._given_stages = list(stages_of(stages).values())
+        self._given_stages = list(stages_of(stages, may_be_uneven=True).values())
         self._given_microbatches = n_microbatches
         own = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
         self._arguments: tuple[Any, tuple[Any, ...], dict[str, Any]] = stages, own, options

@@ -266,8 +266,8 @@ class _AdoptedStage(PipelineStage):
         return super().__getattribute__(name)
 
 
-def stages_of(given: Any) -> dict[int, PipelineStage]:
-    """Return a rank's stages by index."""
+def stages_of(given: Any, *, may_be_uneven: bool = False) -> dict[int, PipelineStage]:
+    """Return a rank's stages by index; uneven if other ranks may hold more or fewer of them, as a plan says."""
     stages = [PipelineStage.adopt(one) for one in (given if isinstance(given, (list, tuple)) else [given])]
     if not stages or len(stages) > MOST_STAGES:
         raise ConfigurationError(f"a rank holds 1 to {MOST_STAGES} stages, got {len(stages)}")
@@ -278,10 +278,10 @@ def stages_of(given: Any) -> dict[int, PipelineStage]:
     if len({cut.digest for one in stages if (cut := cut_of(one.submod)) is not None}) > 1:
         raise ConfigurationError("the stages of a rank were cut by different lists of names: cut the model once")
     by_index = {one.stage_index: one for one in stages}
-    if len(by_index) < len(stages) or stages[0].num_stages % len(stages):
+    if len(by_index) < len(stages) or (stages[0].num_stages % len(stages) and not may_be_uneven):
         raise ConfigurationError(
             f"a rank got stages {[one.stage_index for one in stages]} of {stages[0].num_stages}: "
-            "put each stage on one rank, and equally many on every rank"
+            "put each stage on one rank, and equally many on every rank (only FromPlan and FromCSV run uneven placements)"
         )
     return by_index
 

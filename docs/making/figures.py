@@ -50,7 +50,7 @@ def memory() -> str:
         ("messages between stages", 24, GREEN),
         ("activations: what autograd saved for this rank's microbatches", 66, BLUE),
         ("space for microbatches of other ranks (remote_buffer_bytes)", 40, PURPLE),
-        ("saved, but cannot move (held_bytes)", 28, ORANGE),
+        ("activations that cannot move (held_bytes)", 28, ORANGE),
         ("parameters, gradients, optimizer states, buffers", 70, GREY),
     ]
     parts, y = [], 12

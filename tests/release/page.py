@@ -14,8 +14,9 @@ HEAD = """# Versions of Python and torch that bpipe was installed on
 `make test-release ARGS=--write` writes this page. For each line a virtual environment has the wheel that `pip wheel`
 builds, or the source distribution, and nothing but what that brings. Without the checkout it runs `import bpipe`, `bpipe env`,
 `bpipe show`, two training steps on the loopback with `OneFOneB`, `BalancedOneFOneB` and `Balanced(budget="lowest")`
-whose gradients must be equal to the bit, and a part of the tests on the installed package. All runs are on CPU; the packages of an
-extra do not depend on the version of torch and are tried with one.
+whose gradients must be equal to the bit, and a part of the tests on the installed package. All runs are on CPU. The packages
+of an extra do not depend on the version of torch: a run tries them with the first torch that it is given, and this page keeps the
+rows of all runs.
 """
 
 

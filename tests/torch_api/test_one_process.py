@@ -262,6 +262,11 @@ RUNS = {
         [[0, 2], [1, 3]],
         2,
     ),
+    "three stages on a rank, two on the other": (
+        ["0F0,0F1,1F0,1F1,4F0,4B0,4F1,4B1,1B0,1B1,0B0,0B1", "2F0,2F1,3F0,3F1,3B0,3B1,2B0,2B1"],
+        [[0, 1, 4], [2, 3]],
+        2,
+    ),
     "transfers in an order of one's own": (
         [
             "0F0,0F1,0SEND_F0,0SEND_F1,0RECV_B0,0RECV_B1,0B0,0B1",
