@@ -209,13 +209,18 @@ _NAMES = {  # of each module of bpipe
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-_ROOMS = frozenset(["errors", "estimate", "fill", "overlap", "partition", "passes", "schedules", "search", "slices", "torchtitan"])
+_ROOMS = frozenset(
+    (
+        "bpipe.errors", "bpipe.estimate", "bpipe.fill", "bpipe.overlap", "bpipe.partition",
+        "bpipe.passes", "bpipe.schedules", "bpipe.search", "bpipe.slices", "bpipe.torchtitan",
+    )
+)
 _NEED_NO_TORCH = frozenset({"advise", "choose_plan", "choose_stages", "draw", "load_trace", "pair_adjacent", "place", "save_trace"})
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return import_module(f"bpipe.{name}")
+    if (room := f"bpipe.{name}") in _ROOMS:
+        return import_module(room)
     if name not in _HOMES:
         raise AttributeError(f"module 'bpipe' has no attribute {name!r}")
     if name not in _NEED_NO_TORCH:

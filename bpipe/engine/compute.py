@@ -223,7 +223,13 @@ class Compute:
         if stash is not None and (inputs.past or inputs.borrowed_skips):
             inputs.note_owners(stash)
         with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
-            output, left = self._run(state, inputs, sets_hooks=stash is None)
+            if self._sequences is None:
+                stage = self._stages[action.stage]
+                output, left = stage.submod(*inputs.args, **inputs.kwargs), list[torch.Tensor]()
+                if stage.examples is not None:
+                    stage.compare_examples(inputs.args, output)
+            else:
+                output, left = self._run(state, inputs, sets_hooks=stash is None)
             if inputs.borrowed or inputs.shared_skips:
                 inputs.report_changes(state.place)
             input_grads, fixed = inputs.input_grads, inputs.fixed
