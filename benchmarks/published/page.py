@@ -38,7 +38,7 @@ HEAD = f"""# What is published, and what bpipe's plans show of it
 
 Written by `{COMMAND} --write`; no figure of bpipe's in here was typed by hand, and
 `tests/test_published_page.py` compares the page with the functions that it comes from. Each command prints its part of this page,
-in seconds and without torch.
+in seconds and without torch; run it in a checkout, with `.venv/bin/python`.
 
 The figures of others were measured on GPUs that are not here. bpipe simulates its own plans of the same schedules: the plan that is
 verified and runs, on a cost model of computations, bytes and links. Where a claim needs a number that its source does not give,
