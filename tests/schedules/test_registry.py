@@ -226,7 +226,7 @@ def test_every_name_finds_itself_in_capitals() -> None:
     assert [rule_named(name.upper()).name for name in names()] == list(names())
 
 
-@pytest.mark.parametrize("typo, near", [("1fb1", "1f1b"), ("Schedule1F1BB", "1f1b"), ("interleavd", "interleaved_1f1b")])
+@pytest.mark.parametrize("typo, near", [("1fb1", "1f1b"), ("Schedule1F1BB", "1f1b"), ("interleavd_1f1b", "interleaved_1f1b")])
 def test_a_typo_gets_a_suggestion(typo: str, near: str) -> None:
     with pytest.raises(ConfigurationError, match=f"no schedule is called '{typo}', did you mean '{near}'"):
         rule_named(typo)
