@@ -37,7 +37,8 @@ M, STEPS = 8, 3  # the first step measures, the second is the first that is bala
 ONE_STAGE = [bpipe.OneFOneB, bpipe.GPipe, bpipe.BalancedOneFOneB, bpipe.ZBH1, bpipe.ZBH2]
 OF_SLICES = {bpipe.Seq1F1B, bpipe.TeraPipe}  # tests/slices
 OF_TWINS = {bpipe.BitPipe, bpipe.BitPipeReordered, bpipe.BitPipeZB, bpipe.Chimera}  # tests/test_two_directions.py
-TWO_STAGES = [bpipe.Interleaved1F1B, bpipe.BreadthFirst, bpipe.ZBV, bpipe.VHalf, bpipe.VMin, bpipe.DualPipeV]
+LOOPED = [bpipe.Interleaved1F1B, bpipe.InterleavedZeroBubble, bpipe.BreadthFirst]
+TWO_STAGES = [*LOOPED, bpipe.ZBV, bpipe.VHalf, bpipe.VMin, bpipe.DualPipeV]
 SCHEDULES = [*ONE_STAGE, *TWO_STAGES]
 # One stage on a rank may draw random numbers, several draw them in the order of the rank's list.
 CASES = [(schedule, "transformer") for schedule in ONE_STAGE] + [(schedule, "quiet") for schedule in TWO_STAGES]
@@ -495,7 +496,7 @@ def test_the_schedule_that_was_balanced_runs_no_more():
 
 def test_a_budget_that_given_sizes_cannot_meet_is_refused_at_once():
     with pytest.raises(
-        BudgetError, match=r"^9 bytes are too few for 1f1b.*rank \d.*smallest budget that works here is budgets=\d+"
+        BudgetError, match=r"^9 bytes are too few for 1f1b.*rank \d.*smallest budget that works here is budget=\d+"
     ):
         bpipe.Balanced(schedule_of(), budget=9, sizes=SIZES)
 
@@ -508,7 +509,7 @@ def test_the_budgets_of_each_rank_that_are_named_work(options):
     loopback.step(schedules, x, target=x)
     with pytest.raises(BudgetError, match=r"^\(1, 200000, None, 10000\) bytes are too few.* rank \d ") as caught:
         loopback.step(schedules, x, target=x)
-    named = re.search(r"With all raised alike, the smallest budget that works here is budgets=(\(.*?\))", str(caught.value))
+    named = re.search(r"With all raised alike, the smallest budget that works here is budget=(\(.*?\))", str(caught.value))
     assert named is not None
     budget = ast.literal_eval(named[1])
     loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": budget, **options}), modules, M, mse)
@@ -531,7 +532,7 @@ def too_small(rank: int, budget: Any) -> list[str]:
         told.append(str(caught.value))
         schedule.eval(x)
     schedule.close()
-    named = re.search(r"smallest budget that works here is budgets=(\d+)", told[0])
+    named = re.search(r"smallest budget that works here is budget=(\d+)", told[0])
     assert named is not None
     enough = bpipe.Balanced(bpipe.OneFOneB(bpipe.PipelineStage(module, rank, 4, "cpu"), M, loss_fn=mse), budget=int(named[1]))
     for _ in range(2):

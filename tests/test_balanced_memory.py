@@ -34,6 +34,7 @@ SCHEDULES = {  # and how many ranks hold four stages
     bpipe.ZBH1: 4,
     bpipe.ZBH2: 4,
     bpipe.Interleaved1F1B: 2,
+    bpipe.InterleavedZeroBubble: 2,
     bpipe.BreadthFirst: 2,
     bpipe.ZBV: 2,
     bpipe.VHalf: 2,

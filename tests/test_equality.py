@@ -13,7 +13,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SCHEDULES = {"gpipe": bpipe.GPipe, "1f1b": bpipe.OneFOneB, "balanced": bpipe.BalancedOneFOneB}
 HALVES = [bpipe.ZBH1, bpipe.ZBH2]
-STAGES = [bpipe.Interleaved1F1B, bpipe.BreadthFirst, bpipe.ZBV, bpipe.VHalf, bpipe.VMin, bpipe.DualPipeV]  # two on each rank
+LOOPED = [bpipe.Interleaved1F1B, bpipe.InterleavedZeroBubble, bpipe.BreadthFirst]
+STAGES = [*LOOPED, bpipe.ZBV, bpipe.VHalf, bpipe.VMin, bpipe.DualPipeV]  # two on each rank
 AT_EIGHT = [bpipe.ZBH2, bpipe.Interleaved1F1B, bpipe.ZBV]  # those that `make test` runs over eight ranks
 
 # Stages that share a rank draw random numbers in the order of its list: those with dropout have no single process to equal.
@@ -57,7 +58,7 @@ def test_eight_ranks(schedule):
     assert_same(in_loopback("quiet", num_stages, 16, schedule, steps=1, num_ranks=8), reference)
 
 
-@pytest.mark.parametrize("schedule", [bpipe.Interleaved1F1B, bpipe.BreadthFirst])
+@pytest.mark.parametrize("schedule", LOOPED)
 @pytest.mark.parametrize("p, v, m", [(1, 2, 3), (1, 3, 2), (3, 3, 6), (2, 4, 4)])
 def test_more_stages_on_each_rank(schedule, p, v, m):
     assert_same(in_loopback("views", p * v, m, schedule, num_ranks=p), single_process("views", p * v, m))

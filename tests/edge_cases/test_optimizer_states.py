@@ -253,7 +253,7 @@ def test_a_budget_without_room_for_states(way, accumulated):
         wide_step(schedules, loopback)
     assert all(parameter.grad is None for parameter in all_of(modules))
     assert all(schedule.session.guard.broken is None for schedule in schedules)
-    named = re.search(r"smallest budget that works here is budgets=(\d+)", str(caught.value))
+    named = re.search(r"smallest budget that works here is budget=(\d+)", str(caught.value))
     assert named is not None
     loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": int(named[1]), **WAYS[way]}), modules, mse)
     for _ in range(2):
