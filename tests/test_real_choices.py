@@ -15,12 +15,11 @@ from benchmarks.real_models import MODELS
 from bpipe.partition import LayerCost
 from tests.tries import holds_in_one_try
 
-FIRST, *OTHERS = MODELS
-
 
 @pytest.mark.alone
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [FIRST, *(pytest.param(one, marks=pytest.mark.exhaustive) for one in OTHERS)])
+@pytest.mark.parametrize("model", MODELS)
 def test_the_chosen_plan_is_the_fastest_and_takes_what_was_predicted(model: str) -> None:
     """A few candidates and steps; the study `real_choices` has all of them."""
     work = Work(model, m=4, speed=1.5, seconds=0.0, fewest_rounds=3, is_short=True, effort=200_000)

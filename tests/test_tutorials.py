@@ -18,8 +18,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.thinned import thinned
-
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "<!-- run by tests/test_tutorials.py -->\n\n"
 BLOCK = re.compile(r"(?:^<!-- run by tests/test_tutorials\.py -->\n\n)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -27,7 +25,6 @@ NAMED = re.compile(r"`((?:examples/)?\w+\.py)`")
 VARIES = re.compile(r"[\d.]+(?: (?:µs|ms|s)\b|%)|(?<=loss )[\d.]+")
 TABLE = re.compile(r"^[\s─]*$")
 PAGES = {path.stem: path for path in sorted((ROOT / "docs" / "tutorials").glob("*.md")) if MARK in path.read_text()}
-QUICK = ("failures",)
 
 
 def masked(text: str) -> list[str]:
@@ -70,7 +67,8 @@ def use(name: str, code: str, folder: Path) -> None:
     assert not [line for line in shown if line not in lines], name
 
 
-@pytest.mark.parametrize("name", thinned(PAGES, lambda name: name in QUICK))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", PAGES)
 def test_tutorial(name: str, tmp_path: Path) -> None:
     text, printed = PAGES[name].read_text(), ""
     for block in BLOCK.finditer(text):

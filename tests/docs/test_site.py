@@ -26,7 +26,7 @@ from tests.docs.blocks import ROOT, blocks
 from tests.docs.test_blocks import execute, folder, programs  # noqa: F401
 
 DOCS = ROOT / "docs"
-DRAWN_BY_DEFAULT = ("balanced_1f1b", "seq_1f1b", "bitpipe")
+DRAWN_BY_DEFAULT = ("balanced_1f1b",)
 RULES = [
     pytest.param(rule, id=rule.name, marks=() if rule.name in DRAWN_BY_DEFAULT else pytest.mark.exhaustive) for rule in OWN_RULES
 ]
