@@ -19,7 +19,9 @@ def page(path: Path) -> str:
     """Run a notebook, and return it as Markdown, with a link to it at the end."""
     notebook = nbformat.read(path, as_version=4)
     with TemporaryDirectory() as folder, mock.patch.dict(os.environ, IPYTHONDIR=folder):
-        NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}}).execute()
+        quiet = ["--IPKernelApp.log_level=40"]  # it warns that others of this machine could read along
+        where = {"metadata": {"path": folder}}
+        NotebookClient(notebook, timeout=300, extra_arguments=quiet, resources=where).execute()
     link = f'<a href="{path.name}" download>This page as a notebook</a>'
     return "\n\n".join([*(text for cell in notebook.cells for text in _cell(cell)), link, ""])
 
