@@ -191,8 +191,10 @@ def test_an_example_that_fits_is_compared_once() -> None:
     group = bpipe.Loopback(1).rank(0)
     made = bpipe.PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, "cpu", example, (example,), example, (None,), group)
     schedule = bpipe.Schedule1F1B(made, 2, mse)
-    for rows in (4, 8):
+    assert made.examples is not None
+    for rows in (4, 8):  # of which the second does not fit
         schedule.step(torch.zeros(rows, WIDTH), target=torch.zeros(rows, WIDTH))
+        assert made.examples is None
 
 
 # What programs ask.
