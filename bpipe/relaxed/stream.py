@@ -226,10 +226,11 @@ class Stream:
         ).pack()
         with self._guard.failing_together(AgreementError):
             given = [record] if own.num_stages == 1 else transport.exchange(Collective.STEP, record)
-            transport.control.activity.state = State.PREPARING
+            transport.control.activity.state = State.AGREEING
             records = [StepRecord.unpack(one) for one in given]
             _check_losses(records)
             check(records)
+            transport.control.activity.state = State.PREPARING
             self._ticks.connect([rank for _, rank in sorted((one.stages[0], rank) for rank, one in enumerate(records))])
 
 

@@ -112,7 +112,7 @@ class Session:
             meanwhile = None if self.filler is None else self.filler.between_steps
             with guard.failing_together(AgreementError, PlanError):
                 records = transport.exchange(Collective.STEP, step.record, meanwhile)
-                transport.control.activity.state = State.PREPARING
+                transport.control.activity.state = State.AGREEING
                 run = self.agree(step, records, lambda ask: transport.exchange(Collective.PLAN, ask(self.source)))
             with guard.failing_together():
                 with run.sharding.in_charge(), run.twins.in_charge(), run.hooks.watched(), transport.control.interruptible():
@@ -193,6 +193,7 @@ class Session:
             names = [f"rank {rank}" for rank in context.group_ranks]
             source.fullest.check([records[rank] for rank in context.group_ranks], names, source.rule, context.log().warning)
         plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
+        context.transport.control.activity.state = State.PREPARING
         self._connect(plan, records)
         key = (step.is_training, tuple(record.signature for record in records)), plan.paths
         is_learning = key not in self._learned

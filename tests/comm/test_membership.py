@@ -305,6 +305,15 @@ def test_a_rank_that_leaves_before_its_first_action_is_missed(state: State, num_
                 one.check()
 
 
+def test_who_leaves_because_the_ranks_disagree_is_not_lost_to_a_rank_that_still_compares() -> None:
+    one = member()
+    one.activity.state, one.activity.step = State.AGREEING, 5
+    assert one.receive(2, left(5, num_calls=1)) == [] and one.tick(0.25) == []
+    assert one.failure is None
+    one.activity.state = State.PREPARING  # so they agree after all
+    assert Signal.RELEASE in one.tick(0.5)
+
+
 def test_nothing_fails_in_a_pipeline_that_was_left() -> None:
     one = member()
     one.activity.step = 7

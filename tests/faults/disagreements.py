@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
 import bpipe
+from bpipe.comm.health import agreement
+from bpipe.comm.health.agreement import StepRecord
+from bpipe.comm.health.driver import TICK_S
 from bpipe.errors import AgreementError, BudgetError, ConfigurationError
 from tests.faults.case import After, Case, Setup
 from tests.faults.pipeline import Pipeline
 from tests.faults.scene import Scene
 
 Call = Callable[[Pipeline], object]
+LATE_S = 2.5 * TICK_S
 
 
 def disagreement(
@@ -49,6 +54,17 @@ def disagreement(
         says=says,
         after=after,
     )
+
+
+def slowly(pipeline: Pipeline) -> None:
+    """Compare what the ranks gave so late that the others have raised, and closed their pipelines, by then."""
+
+    def check(records: Sequence[StepRecord]) -> None:
+        time.sleep(LATE_S)
+        agreement.check(records)
+
+    with patch("bpipe.session.session.check", check):
+        pipeline.step()
 
 
 def of_another_version(pipeline: Pipeline) -> None:
@@ -95,6 +111,14 @@ CASES = [
     disagreement("train or eval", ("rank 0 has train", "rank 1 has eval"), call=Pipeline.eval, after=After.WHOLE),
     disagreement("the schedule", ("rank 0 has 1f1b", "rank 1 has gpipe"), other=Setup(schedule=bpipe.GPipe)),
     disagreement("the plan", ("the plan", "rank 0 has", "rank 3 has"), setup=balanced(3), other=balanced(4), num_ranks=4),
+    disagreement(
+        "the plan, and one compares late",
+        ("the plan", "rank 0 has", "rank 3 has"),
+        setup=balanced(3),
+        other=balanced(4),
+        num_ranks=4,
+        call=slowly,
+    ),
     disagreement("the budget", ("the plan", "rank 0 has", "rank 1 has"), setup=budget(10**9), other=budget(10**8)),
     disagreement("m", ("number of microbatches", "rank 0 has 4", "rank 1 has 8"), other=Setup(m=8)),
     disagreement("v", ("number of stages", "rank 0 has 4", "rank 1 has 6"), setup=interleaved(4), other=interleaved(6)),

@@ -24,9 +24,10 @@ class State(IntEnum):
 
     OUTSIDE = 0  # nothing: the user's code between steps
     MEETING = 1  # it waits for the others in a collective call
-    PREPARING = 2  # it makes the plan of a step
+    PREPARING = 2  # it connects to the others for a step on which all agree
     RUNNING = 3  # a step
     SHARING = 4  # it exchanges gradients or states with other replicas of its stage
+    AGREEING = 5  # it reads what all ranks gave, and so may find that they disagree, as the others do
 
 
 class Status(NamedTuple):

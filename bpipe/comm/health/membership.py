@@ -287,7 +287,11 @@ class Membership:
         return self._miss() or ([] if self._call is None else self._go_on(self._call))
 
     def _miss(self) -> Effects:
-        """Break the pipeline if a rank has left in the middle of this rank's step, or before it began its own part of that."""
+        """Break the pipeline if a rank has left in the middle of this rank's step, or before it began its own part of that.
+
+        While this rank still compares what all ranks gave, a rank may have left because it found that they disagree. This rank
+        is about to find the same, which says more.
+        """
         step = self.activity.step
         if self.activity.state in (State.PREPARING, State.RUNNING):
             for rank, left in self._left.items():

@@ -46,7 +46,7 @@ def _doing(own: Activity, status: Status | None) -> str:
         return f"has been in its fill job {status.filling} for {since}"
     if status.state is State.OUTSIDE:
         return f"has been in user code for {since}, between steps ({status.step} completed)"
-    if status.state is State.PREPARING:
+    if status.state in (State.AGREEING, State.PREPARING):
         return f"has been preparing step {status.step} for {since}"
     if status.state is State.MEETING:
         return f"has waited {since} for the other ranks to begin step {status.step}"
