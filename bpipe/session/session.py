@@ -32,6 +32,7 @@ from bpipe.model.cut import cut_of
 from bpipe.model.merging import check_merge, merge
 from bpipe.parallel.twins import held_by, weights_of
 from bpipe.plan.plan import Plan
+from bpipe.session.batches import LOOKED_AT, Drawn, difference
 from bpipe.session.context import RankContext
 from bpipe.session.filler import Both, Filler
 from bpipe.session.plan_source import Gather, PlanSource
@@ -142,6 +143,8 @@ class Session:
             self.context.lanes.prepare(plan, self.context.plan_rank)
         inputs = self._preparation.inputs(call, plan, is_training=is_training)
         record = self.source.completed(self._record(inputs, is_training=is_training), inputs.forms)
+        if self.guard.num_steps == LOOKED_AT:
+            record = record._replace(drawn=Drawn.of(call))
         num_calls = self.context.transport.control.activity.call
         return PreparedStep(inputs, is_training, record.pack(num_calls), num_calls)
 
@@ -192,6 +195,8 @@ class Session:
         if context.plan_rank == 0 and source.fullest.is_open:
             names = [f"rank {rank}" for rank in context.group_ranks]
             source.fullest.check([records[rank] for rank in context.group_ranks], names, source.rule, context.log().warning)
+        if self.guard.num_steps == LOOKED_AT and context.plan_rank == 0:
+            self._compare_batches(records)
         plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
         context.transport.control.activity.state = State.PREPARING
         self._connect(plan, records)
@@ -212,6 +217,11 @@ class Session:
             takes_slices=context.slicing is not None,
             observer=_both(source.observer_of(step.inputs, plan, self.observer), self.filler),
         )
+
+    def _compare_batches(self, records: Sequence[StepRecord]) -> None:
+        """Warn if the ranks were given different batches."""
+        if found := difference([Drawn(*record.drawn) for record in records]):
+            self.context.log().warning("%s: %s", self.source.rule, found)
 
     def _informed(self, inputs: StepInputs, records: Sequence[StepRecord]) -> StepInputs:
         """Let the last stage know how long slices are, though only the first one may have got a sequence."""
