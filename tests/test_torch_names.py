@@ -234,7 +234,7 @@ def test_bases_and_names_of_schedules() -> None:
         assert schedules.get_schedule_class(name).__name__ == f"Schedule{name}"
     assert bpipe.get_schedule_class("balanced_1f1b") is bpipe.get_schedule_class("BalancedOneFOneB") is bpipe.BalancedOneFOneB
     assert bpipe.get_schedule_class("PipelineScheduleMulti") is multi
-    with pytest.raises(ConfigurationError, match=r"no schedule class is called '2F2B'.*torch's, 1F1B.*bpipe's, gpipe"):
+    with pytest.raises(ConfigurationError, match=r"no schedule is called '2F2B'; choose one of gpipe"):
         bpipe.get_schedule_class("2F2B")
     for base in (single, multi):
         with pytest.raises(ConfigurationError, match="runs nothing by itself: construct a schedule"):

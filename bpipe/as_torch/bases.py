@@ -9,7 +9,7 @@ from typing import Any
 from bpipe.api.schedule import Schedule
 from bpipe.api.torch_attributes import is_single
 from bpipe.errors import ConfigurationError
-from bpipe.schedules.registry import names, rules
+from bpipe.schedules.registry import rule_named
 
 __all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle", "_PipelineSchedule", "get_schedule_class"]
 
@@ -75,7 +75,7 @@ def get_schedule_class(schedule_name: str) -> type:
     """Return the class of a schedule: by torch's name, by bpipe's, or by the name of its rule, in capitals or not.
 
     Raises:
-        ConfigurationError: none is called so; the message lists all names.
+        ConfigurationError: none is called so, or a rule that was registered has no class; the message lists the names of rules.
 
     Example:
         >>> get_schedule_class("1f1b").__name__, get_schedule_class("ZBVZeroBubble").__name__
@@ -83,14 +83,11 @@ def get_schedule_class(schedule_name: str) -> type:
         >>> get_schedule_class("balanced_1f1b").__name__
         'BalancedOneFOneB'
     """
-    called = {name.lower(): name if name.startswith("Pipeline") else f"Schedule{name}" for name in OF_TORCH}
-    called |= {name.lower(): name for name in called.values()}
-    own = {name.lower(): rule.runs_as for rule in rules() for name in (rule.name, rule.runs_as) if rule.runs_as != "Schedule"}
-    found = own | called
-    if (asked := schedule_name.lower()) in found:
-        kind: type = getattr(import_module("bpipe"), found[asked])
-        return kind
-    raise ConfigurationError(
-        f"no schedule class is called {schedule_name!r}: choose one of torch's, {', '.join(OF_TORCH)}, or of bpipe's, "
-        f"{', '.join(names())}"
-    )
+    asked = schedule_name.casefold().removeprefix("schedule")
+    called = next((name for name in OF_TORCH if name.casefold() == asked), None)
+    if called is not None:
+        name = called if called.startswith("Pipeline") else f"Schedule{called}"
+    elif (name := rule_named(schedule_name).runs_as) == "Schedule":
+        raise ConfigurationError(f"the rule {schedule_name!r} has no class of its own: derive one from bpipe.Schedule")
+    kind: type = getattr(import_module("bpipe"), name)
+    return kind
