@@ -32,6 +32,7 @@ test-all: $(READY) ## Run the exhaustive tests, which `make test` leaves out
 		|| [ $$? -eq 5 ]
 
 test-trainers: $(TRAINERS)/.ready ## Run bpipe inside torchtitan, Modalities and Accelerate, from a virtual environment of their own
+	$(TRAINERS)/bin/python -c 'import accelerate, modalities, torchtitan, transformers'
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(TRAINERS)/bin/python -m pytest tests/trainers $(ARGS)
 
 test-page: $(READY) ## Test the page to play with in Chromium; needs npm, and apt-get install chromium or the like
