@@ -147,6 +147,9 @@ def mistakes() -> Iterator[BaseException]:
     with pytest.raises(ConfigurationError) as refusal:
         bpipe.Interleaved1F1B(stages(1, loopback, 8), 8, slices=2)  # a class with a constructor of its own
     yield refusal.value
+    with pytest.raises(ConfigurationError) as refusal:
+        bpipe.Stream(stages(4, loopback)[0], MSE, optimizer=3)
+    yield refusal.value
     for wrong, module, loss in ((7, nn.Identity, MSE), (8, Breaks, MSE), (8, nn.Identity, lambda output, target: output)):
         loopback, schedules = pipeline(2, module, loss)
         with pytest.raises((BPipeError, ArithmeticError)) as failure:

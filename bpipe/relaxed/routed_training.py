@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from bpipe.cleanup import concise
 from bpipe.comm.health.activity import State
 from bpipe.comm.health.collective import Collective, RankLeftError
 from bpipe.comm.health.watchdog import SLOW_S
@@ -108,6 +109,7 @@ class Routes:
                 optimizer.zero_grad()
     """
 
+    @concise
     def __init__(
         self,
         stage: Any,
@@ -166,6 +168,7 @@ class Routes:
         if stage.device.type != "cpu":
             raise ConfigurationError(f"Routes runs on CPU, over gloo, so far, and the stage is on {stage.device}")
 
+    @concise
     def join(self) -> int:
         """Meet the other ranks, and get the weights and the state of a replica; return how many steps are complete.
 
@@ -181,6 +184,7 @@ class Routes:
             self._persist(lambda: None)
         return self.num_steps
 
+    @concise
     def step(
         self,
         *args: Any,

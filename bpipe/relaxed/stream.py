@@ -15,7 +15,7 @@ from bpipe._version import __version__
 from bpipe.api.description import state_of
 from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.schedule import group_or_alone, positive, transport_for
-from bpipe.cleanup import note
+from bpipe.cleanup import concise, note
 from bpipe.comm.health.activity import State
 from bpipe.comm.health.agreement import UNKNOWN_CUT, StepRecord, check
 from bpipe.comm.health.collective import Collective
@@ -73,6 +73,7 @@ class Stream:
         >>> stream.close()
     """
 
+    @concise
     def __init__(
         self,
         stage: Any,
@@ -122,6 +123,7 @@ class Stream:
         """The ticks that are done."""
         return self._guard.num_steps
 
+    @concise
     def push(self, *args: Any, target: Any = None, learn: bool = True) -> Any:
         """Run one tick: a new sample enters the first stage, and all others move on by one stage.
 
@@ -154,6 +156,7 @@ class Stream:
             self._meet()
             return next(iter(self._tick(args, target, learns=learn)), None)
 
+    @concise
     def drain(self, *, learn: bool = True) -> list[Any]:
         """Run p-1 ticks without new samples, so that all samples leave the pipeline; the next `push` begins a new stream.
 
