@@ -1,4 +1,4 @@
-"""Notice ranks that are given different batches: then the last stage has the targets of other inputs than the first stage."""
+"""Notice that the first and the last stage are given different batches: then outputs are compared with targets of other inputs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bpipe.comm.health.agreement import StepRecord
+from bpipe.errors import format_error
+from bpipe.logs import LOG
 from bpipe.model import microbatch as mb
 from bpipe.model.call import Call
+from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
 
-# The step in which it is looked at, the second: in the first one, ranks with the same seed still draw the same batch. A stage that
-# draws too, such as for Dropout, does so after that.
-LOOKED_AT = 1
-NUM_TENSORS, NUM_VALUES = 8, 64  # the most that are looked at, and of each the most values
-READABLE = frozenset(
+NUM_TENSORS, NUM_VALUES = 8, 61  # the most that are compared, and of each the most values: a prime, for values of many columns
+COMPARED = frozenset(
     {
         *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128, torch.bool),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
@@ -25,59 +26,77 @@ READABLE = frozenset(
 )
 
 
-class Drawn(NamedTuple):
-    """What the inputs and targets of a rank look like, and some of their values: a hash of each, or b"" if there is none."""
+class BatchSample(NamedTuple):
+    """Hashes of what a rank's inputs and targets look like, and of some of their values; b"" where there is nothing to compare."""
 
     inputs: bytes = b""
-    values: bytes = b""
+    input_values: bytes = b""
     targets: bytes = b""
     target_values: bytes = b""
 
     @classmethod
-    def of(cls, call: Call) -> Drawn:
-        return cls(*_drawn([call.args, call.arg_mbs]), *_drawn([call.target, call.target_mbs]))
+    def of(cls, call: Call) -> BatchSample:
+        try:
+            return cls(*_sample([call.args, call.arg_mbs]), *_sample([call.target, call.target_mbs]))
+        except Exception as error:  # of a mode or a device that cannot read values: the step itself may work
+            LOG.debug("the batches of this step are not compared: %s", format_error(error))
+            return cls()
+
+    def difference(self, other: BatchSample) -> str:
+        """Return "inputs" or "targets" if these look alike and have other values; empty if neither does."""
+        for what, one, another in (("inputs", self[:2], other[:2]), ("targets", self[2:], other[2:])):
+            if one[0] == another[0] and one[1] != another[1]:
+                return what
+        return ""
 
 
-def _drawn(given: list[Any]) -> tuple[bytes, bytes]:
-    tensors = [tensor for tensor in mb.tensors_in(given) if _is_readable(tensor)][:NUM_TENSORS]
-    values = [_some_of(tensor) for tensor in tensors]
-    if not any(len(set(of_one)) > 1 for of_one in values):  # a placeholder, such as zeros
-        return b"", b""
-    return _hash([(tensor.shape, tensor.dtype) for tensor in tensors]), _hash(values)
+def is_compared(step: int) -> bool:
+    """Return whether batches are compared in a step: in steps 1, 2, 4, 8 and so on.
+
+    In step 0, ranks with the same seed still draw the same batch; a shuffled loader draws another order in its second epoch.
+    """
+    return step > 0 and step & (step - 1) == 0
 
 
-def _is_readable(tensor: torch.Tensor) -> bool:
-    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type != "meta"
-    return is_plain and tensor.dtype in READABLE and tensor.numel() > 0
+def _sample(given: list[Any]) -> tuple[bytes, bytes]:
+    tensors = enumerate(mb.tensors_in(given, set())[:NUM_TENSORS])
+    values = {(i, tensor.shape, tensor.dtype): _some_of(tensor) for i, tensor in tensors if _can_be_compared(tensor)}
+    values = {form: some for form, some in values.items() if len(set(some)) > 1}  # the others may be placeholders, such as zeros
+    return (_hash(list(values)), _hash(list(values.values()))) if values else (b"", b"")
 
 
-def _some_of(tensor: torch.Tensor) -> list[Any]:
-    """Return values of a tensor, as far apart as there are many."""
-    at = range(0, tensor.numel(), max(tensor.numel() // NUM_VALUES, 1))[:NUM_VALUES]
-    found: list[Any] = torch.take(tensor.detach(), torch.tensor(at, device=tensor.device)).tolist()
-    return found
+def _can_be_compared(tensor: torch.Tensor) -> bool:
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
+    return is_plain and tensor.device.type != "meta" and tensor.dtype in COMPARED and tensor.numel() > 0
+
+
+def _some_of(tensor: torch.Tensor) -> list[str]:
+    size = tensor.numel()
+    number = min(size, NUM_VALUES)
+    at = torch.tensor([i * size // number for i in range(number)], device=tensor.device)
+    return [repr(value) for value in torch.take(tensor.detach(), at).tolist()]
 
 
 def _hash(values: list[Any]) -> bytes:
     return hashlib.sha256(repr(values).encode()).digest()[:8]
 
 
-def difference(drawn: Sequence[Drawn]) -> str:
-    """Return in words what two ranks were given that looks alike and is not; empty if there is no such thing.
-
-    Args:
-        drawn: what each rank was given.
-    """
-    for what, place in (("inputs", 0), ("targets", 2)):
-        first: dict[bytes, tuple[int, bytes]] = {}  # a rank whose tensors look so, and their values
-        for rank, one in enumerate(drawn):
-            form, values = one[place : place + 2]
-            other, expected = first.setdefault(form, (rank, values))
-            if values != expected:
-                return (
-                    f"ranks {other} and {rank} were given different {what} in step {LOOKED_AT}. The first stage takes the inputs "
-                    "of its rank's batch and the last stage the targets of its own, so give all ranks the same: let the loader "
-                    "draw from a torch.Generator of its own with the same seed on all ranks, because stages may draw from the "
-                    "global one. If other ranks' inputs and targets are only placeholders, pass none there"
-                )
+def difference(records: Sequence[StepRecord], plan: Plan) -> str:
+    """Return in words that the first and the last stage are given different batches; empty if they are not, as far as is known."""
+    if plan.local:  # each stage has a loss of its own
+        return ""
+    owner = {stage: rank for rank, record in enumerate(records) for stage in record.stages}
+    depth = plan.num_stages // plan.directions
+    ends = [(owner.get(stage), owner.get(stage + depth - 1)) for stage in range(0, plan.num_stages, depth)]
+    for first, last in ends:
+        if first is None or last is None:  # no microbatch passes it
+            continue
+        if what := BatchSample(*records[first].batch).difference(BatchSample(*records[last].batch)):
+            return (
+                f"rank {first}, which has the first stage, and rank {last}, which has the last one, were given different {what} in "
+                f"step {records[0].step}. Give both the same batches, else outputs are compared with targets of other inputs: "
+                "let the loader draw from a torch.Generator of its own, with one seed for all ranks of a pipeline, because stages "
+                "may draw from the global one; a DistributedSampler takes the data-parallel rank. If one of them is only a "
+                f"placeholder, give no {what} there"
+            )
     return ""

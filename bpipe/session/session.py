@@ -32,7 +32,7 @@ from bpipe.model.cut import cut_of
 from bpipe.model.merging import check_merge, merge
 from bpipe.parallel.twins import held_by, weights_of
 from bpipe.plan.plan import Plan
-from bpipe.session.batches import LOOKED_AT, Drawn, difference
+from bpipe.session.batches import BatchSample, difference, is_compared
 from bpipe.session.context import RankContext
 from bpipe.session.filler import Both, Filler
 from bpipe.session.plan_source import Gather, PlanSource
@@ -80,6 +80,7 @@ class Session:
         self._largest: list[int] = []  # of each rank of a plan that counts slots, for which its buffers are reserved
         self._compares_weights = True  # of twins
         self._makeups: dict[int, int] | None = None  # of each stage in the latest step
+        self._has_told_batches = False  # that the ranks were given different ones
         self._latest: tuple[Sequence[bytes], Sequence[StepRecord]] = (), ()  # that agreed, but for the number of the step
         self._counted = Stats(context.memory)
         self.adopt(source)
@@ -143,8 +144,8 @@ class Session:
             self.context.lanes.prepare(plan, self.context.plan_rank)
         inputs = self._preparation.inputs(call, plan, is_training=is_training)
         record = self.source.completed(self._record(inputs, is_training=is_training), inputs.forms)
-        if self.guard.num_steps == LOOKED_AT:
-            record = record._replace(drawn=Drawn.of(call))
+        if is_training and is_compared(self.guard.num_steps):
+            record = record._replace(batch=BatchSample.of(call))
         num_calls = self.context.transport.control.activity.call
         return PreparedStep(inputs, is_training, record.pack(num_calls), num_calls)
 
@@ -195,7 +196,7 @@ class Session:
         if context.plan_rank == 0 and source.fullest.is_open:
             names = [f"rank {rank}" for rank in context.group_ranks]
             source.fullest.check([records[rank] for rank in context.group_ranks], names, source.rule, context.log().warning)
-        if self.guard.num_steps == LOOKED_AT and context.plan_rank == 0:
+        if context.plan_rank == 0 and not self._has_told_batches and is_compared(self.guard.num_steps):
             self._compare_batches(records)
         plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
         context.transport.control.activity.state = State.PREPARING
@@ -220,7 +221,8 @@ class Session:
 
     def _compare_batches(self, records: Sequence[StepRecord]) -> None:
         """Warn if the ranks were given different batches."""
-        if found := difference([Drawn(*record.drawn) for record in records]):
+        if found := difference(records, self.source.plan):
+            self._has_told_batches = True
             self.context.log().warning("%s: %s", self.source.rule, found)
 
     def _informed(self, inputs: StepInputs, records: Sequence[StepRecord]) -> StepInputs:

@@ -39,7 +39,7 @@ class StepRecord(NamedTuple):
     is_changed: bool = False  # where twins compare their weights: whether a module has changed since the step before
     largest_remote_bytes: int = 0  # of what it has evicted to other ranks so far, where buffers have to be as large
     idle: tuple[int, ...] = ()  # the stages that no microbatch of this step passes, and that need not be on a rank
-    drawn: tuple[bytes, bytes, bytes, bytes] = (b"", b"", b"", b"")  # a `Drawn`, in the step in which batches are compared
+    batch: tuple[bytes, bytes, bytes, bytes] = (b"", b"", b"", b"")  # a sample of it, in steps in which batches are compared
     slices: tuple[int, ...] = ()  # of all slices, in positions: 0 where this rank has nothing of a microbatch, () if it cuts none
 
     def pack(self, num_calls: int = 0) -> bytes:

@@ -233,7 +233,7 @@ class Stash:
     def _check_unchanged(self, saved: Saved) -> None:
         if saved.tensor._version != saved.version:
             raise SavedTensorError(
-                f"a tensor saved for the backward of {self.name} was modified in place: shape {tuple(saved.tensor.shape)}, "
+                f"a tensor saved for the backward of {self.name} was modified in place: shape {_shape_of(saved.tensor)}, "
                 f"{saved.tensor.dtype}, version {saved.tensor._version}, expected {saved.version}. "
                 "Replace the in-place operation, or clone the tensor before it."
             )
@@ -327,7 +327,7 @@ class Stash:
         for tensor, reason in [(tensor, one.reason) for one in (*self.kept, *self._packed) if (tensor := one.tensor()) is not None]:
             for storage in storages_of(tensor):
                 if storage.nbytes() and not self._is_known(storage._cdata):
-                    found[storage._cdata] = (storage, Held(tuple(tensor.shape), tensor.dtype, storage.nbytes(), reason))
+                    found[storage._cdata] = (storage, Held(_shape_of(tensor), tensor.dtype, storage.nbytes(), reason))
         return found
 
     def _is_elsewhere(self, device: torch.device) -> bool:
@@ -390,9 +390,14 @@ def following(name: str) -> Iterator[None]:
         ) from error
 
 
+def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a tensor's shape; of a nested one, whose parts have shapes of their own, the number of parts."""
+    return (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
+
+
 def _held(group: Group[Saved], reason: str) -> Held:
     tensor = group.saved[0].tensor
-    return Held(tuple(tensor.shape), tensor.dtype, group.storage.nbytes(), reason)
+    return Held(_shape_of(tensor), tensor.dtype, group.storage.nbytes(), reason)
 
 
 def is_on(one: torch.device, device: torch.device) -> bool:
