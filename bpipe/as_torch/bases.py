@@ -87,7 +87,9 @@ def get_schedule_class(schedule_name: str) -> type:
     called = next((name for name in OF_TORCH if name.casefold() == asked), None)
     if called is not None:
         name = called if called.startswith("Pipeline") else f"Schedule{called}"
-    elif (name := rule_named(schedule_name).runs_as) == "Schedule":
-        raise ConfigurationError(f"the rule {schedule_name!r} has no class of its own: derive one from bpipe.Schedule")
-    kind: type = getattr(import_module("bpipe"), name)
+    else:
+        name = rule_named(schedule_name).runs_as
+    kind: type | None = None if name == "Schedule" else getattr(import_module("bpipe"), name, None)
+    if kind is None:
+        raise ConfigurationError(f"bpipe has no class that runs {schedule_name!r}: use your own subclass of bpipe.Schedule")
     return kind
