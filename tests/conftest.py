@@ -19,6 +19,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-transformers", action="store_true", help="write docs/transformers.md from a sweep over all classes")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let both workers of a run, each of which begins with one half, run first what runs alone.
+
+    So no worker waits until a long test of the other one has ended.
+    """
+    alone = [item for item in items if item.get_closest_marker("alone")]
+    others = [item for item in items if not item.get_closest_marker("alone")]
+    middle = len(items) // 2 - len(alone[::2])
+    items[:] = alone[::2] + others[:middle] + alone[1::2] + others[middle:]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Tests run two at a time, but for those that are marked `alone`."""
