@@ -57,8 +57,10 @@ inline void free_block(void* context) {
   int device = stream_of(block->stream)->device;
   auto& memory = memory_of[device];
   memory.allocated -= block->size;
+  Clock clock = host_clock();  // what the thread that frees it knows to be over: then it is over for everybody who gets the memory
   for (auto& access : block->accesses)
-    if (access.place != place_of_stream(block->stream) && !(is_stream(access.place) && block->recorded.count(number_of(access.place))))
+    if (time_of(clock, access.place) < access.when && access.place != place_of_stream(block->stream) &&
+        !(is_stream(access.place) && block->recorded.count(number_of(access.place))))
       ghosts[block->stream].push_back({block->id, block->size, access});
   if (block->file) check_not_open(*block);
   if (block->recorded.empty()) {

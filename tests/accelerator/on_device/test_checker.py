@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -100,6 +101,27 @@ def freed_while_another_stream_reads(*, record: bool) -> None:
 def test_memory_that_is_used_again_too_early_is_reported():
     freed_while_another_stream_reads(record=False)
     assert "reuse" in kinds()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_may_be_used_again_by_any_thread_if_who_frees_it_has_waited(waits):
+    """Another thread frees it, and the one that takes it next has heard nothing from that thread."""
+    side, held = MODULE.Stream(), [torch.ones(SIZE, device=KIND)]
+    side.wait_stream(MODULE.current_stream())
+    with MODULE.stream(side):
+        held[0].sum()
+    freed = threading.Event()
+
+    def free() -> None:
+        if waits:
+            side.synchronize()
+        held.clear()
+        freed.set()
+
+    threading.Thread(target=free, daemon=True).start()
+    freed.wait()
+    torch.empty(SIZE, device=KIND)
+    assert kinds() == ([] if waits else ["reuse"])
 
 
 def test_recorded_memory_is_not_used_again_too_early():
