@@ -38,7 +38,7 @@ class BatchSample(NamedTuple):
     def of(cls, call: Call) -> BatchSample:
         try:
             return cls(*_sample([call.args, call.arg_mbs]), *_sample([call.target, call.target_mbs]))
-        except Exception as error:  # of a mode or a device that cannot read values: the step itself may work
+        except Exception as error:  # of a mode in which values cannot be read: the step itself may work
             LOG.debug("the batches of this step are not compared: %s", format_error(error))
             return cls()
 
@@ -66,14 +66,15 @@ def _sample(given: list[Any]) -> tuple[bytes, bytes]:
 
 
 def _can_be_compared(tensor: torch.Tensor) -> bool:
+    """Return whether values can be read at once: not on a device, for which the host would have to wait."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_nested
-    return is_plain and tensor.device.type != "meta" and tensor.dtype in COMPARED and tensor.numel() > 0
+    return is_plain and tensor.device.type == "cpu" and tensor.dtype in COMPARED and tensor.numel() > 0
 
 
 def _some_of(tensor: torch.Tensor) -> list[str]:
     size = tensor.numel()
     number = min(size, NUM_VALUES)
-    at = torch.tensor([i * size // number for i in range(number)], device=tensor.device)
+    at = torch.tensor([i * size // number for i in range(number)], device="cpu")
     return [repr(value) for value in torch.take(tensor.detach(), at).tolist()]
 
 
