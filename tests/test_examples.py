@@ -51,7 +51,10 @@ RUNS: dict[str, tuple[int, str]] = {
     "tied_embeddings": (4, r"rank 0: the matrix sums to (-?[\d.]+)(?s:.*)rank 3: the matrix sums to \1"),
 }
 # For `make test-all`: what transformers imports in four processes, many steps or schedules in turns, and eight processes.
-COSTLY = {"compile", "fill", "huggingface", "long_context", "moe_overlap", "recurrent_slices", "tensor_parallel"}
+COSTLY = {
+    *("auto", "compile", "fill", "huggingface", "local_learning", "long_context", "mixed_precision", "mixture_of_experts"),
+    *("moe_overlap", "recurrent_slices", "tensor_parallel", "unet"),
+}
 ARGUMENTS = {
     "compile": ["--backend", "aot_eager"],  # inductor takes a minute for what it compiles
     "local_learning": ["--epochs", "1", "--seeds", "1"],

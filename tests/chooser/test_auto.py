@@ -18,6 +18,7 @@ from bpipe.chooser.together import communicate_inside
 from bpipe.errors import AgreementError, BudgetError, ConfigurationError
 from tests.ranks import run_ranks
 from tests.sleepers import Sleeper, SlicedSleeper
+from tests.thinned import thinned
 from tests.tries import holds_in_one_try
 
 P, M, WIDTH, STEPS = 4, 8, 16, 8
@@ -153,6 +154,7 @@ def sharded(rank: int, how: str) -> tuple[list[str], list[torch.Tensor]]:
     return plans, gradients
 
 
+@pytest.mark.exhaustive
 def test_replicas_run_the_same_plan() -> None:
     """Other stages are slow in one pipeline than in the other, so that each would choose another order by itself."""
     chosen, plain = (run_ranks(sharded, 4, how) for how in ("auto", "plain"))
@@ -212,7 +214,7 @@ def with_replicas(rank: int, grows_after: int | None) -> tuple[list[str], list[s
     return plans, kept.texts
 
 
-@pytest.mark.parametrize("grows_after", [1, 4, 9])
+@pytest.mark.parametrize("grows_after", thinned([1, 4, 9], lambda after: after == 4))
 def test_microbatches_of_one_replica_grow(grows_after: int) -> None:
     """All replicas measure again, whether they wait for a first plan, time one, or have done with that."""
     ran = run_ranks(with_replicas, 4, grows_after)
@@ -247,6 +249,7 @@ def in_tensor_parallelism(rank: int, with_group: bool) -> tuple[list[str], list[
     return plans, gradients
 
 
+@pytest.mark.exhaustive
 def test_tensor_parallel_ranks_run_the_same_plan() -> None:
     ran = run_ranks(in_tensor_parallelism, 4, True)
     assert all(plans == ran[0][0] for plans, _ in ran)
@@ -342,7 +345,7 @@ def failing_to_choose(rank: int) -> None:
         schedule.step(torch.ones(M, WIDTH), target=torch.ones(M, WIDTH))
 
 
-@pytest.mark.parametrize("by", ["evict", "recompute", "evict_or_recompute"])
+@pytest.mark.parametrize("by", thinned(["evict", "recompute", "evict_or_recompute"], lambda by: by == "evict_or_recompute"))
 def test_within_a_budget(by: str) -> None:
     for most, budget, plans in run_ranks(within_a_budget, P, by):
         assert most <= budget

@@ -146,6 +146,7 @@ def saved_and_resumed(rank: int, device: str, folder: Path) -> tuple[list[torch.
     return went_on, resumed, reports() if device == KIND else []
 
 
+@pytest.mark.exhaustive
 def test_a_saved_training_goes_on(tmp_path: Path, one_thread: None) -> None:
     on_device, on_cpu = (run_ranks(saved_and_resumed, RANKS, device, tmp_path) for device in (KIND, "cpu"))
     for (went_on, resumed, reported), (expected, *_) in zip(on_device, on_cpu):

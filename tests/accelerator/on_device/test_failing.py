@@ -146,7 +146,9 @@ def interrupted_while_posting(rank: int, every: int) -> tuple[int, list[str]]:
     return num_interrupted, unordered()
 
 
-@pytest.mark.parametrize("every", [41, pytest.param(11, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])])
+@pytest.mark.exhaustive
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("every", [41, 11])
 def test_ctrl_c_while_a_transfer_is_posted(every: int, one_thread: None) -> None:
     found = run_ranks(interrupted_while_posting, RANKS, every, timeout_s=300.0)
     assert [races for _, races in found] == [[]] * RANKS

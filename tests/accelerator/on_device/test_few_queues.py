@@ -64,7 +64,7 @@ def on_device(
 
 
 def usual(name: str, num_ranks: int, queues: int, kernels: int) -> bool:
-    return (name, queues) in (("balanced_1f1b", 2), ("parts", 1), ("chimera", 1), ("chimera", 8))
+    return (name, queues) in (("balanced_1f1b", 2), ("chimera", 1))
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "queues", "kernels"), thinned(CASES, usual))

@@ -48,5 +48,6 @@ def in_the_loopback() -> tuple[bool, dict[str, int], list[str]]:
     return all(map(torch.equal, found, expected)), used_on_the_first(), reports()
 
 
+@pytest.mark.exhaustive
 def test_in_the_loopback() -> None:
     assert in_own_process(in_the_loopback) == (True, UNUSED, [])
