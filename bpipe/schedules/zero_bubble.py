@@ -96,6 +96,7 @@ H2 = Rule(
     bubble_text="(p-1)F where F = I = W and m >= p; none of it amid a rank's work where m >= 2p-1",
 )
 
+# In the long run a rank waits if a forward takes longer than either half of a backward, for which `period` has no formula.
 INTERLEAVED = Rule(
     name="interleaved_zb",
     runs_as="InterleavedZeroBubble",
