@@ -96,7 +96,7 @@ def test_every_study_draws_and_tells_what_it_kept(study):
     "module, work",
     [
         (against_torch, against_torch.Work("1F1B", 2, 2, "small")),
-        (against_torch, against_torch.Work("interleaved", 2, 4, "small")),
+        pytest.param(against_torch, against_torch.Work("interleaved", 2, 4, "small"), marks=pytest.mark.exhaustive),
         (balanced_plain, balanced_plain.Work(2, 5, "blocks", schedule="GPipe")),
         (sliced_plain, sliced_plain.Work(2, 2, 2, forward_s=0.001)),
     ],

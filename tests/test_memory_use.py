@@ -183,6 +183,7 @@ def resident_bytes() -> float:
         return int(statm.read().split()[1]) * resource.getpagesize()
 
 
+@pytest.mark.exhaustive
 def test_memory_is_flat_over_steps():
     for (live_early, resident_early), (live_late, resident_late) in run_ranks(count_over_steps, 4, 4, 200):
         assert live_late == live_early

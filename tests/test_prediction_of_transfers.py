@@ -64,6 +64,7 @@ def ratios() -> dict[tuple[str, str], tuple[float, float]]:
     return predicted
 
 
+@pytest.mark.exhaustive
 def test_the_predicted_step_is_the_measured_one() -> None:
     """From each schedule for each schedule. Transfers show: without them, each step would seem more than a tenth shorter."""
 

@@ -10,7 +10,7 @@ from tests.edge_cases.random_loops import Loop, alone, loops, many, piped, some
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@some(50)
+@some(25)
 @given(loop=loops())
 def test_random_loops_equal_a_single_process(loop: Loop) -> None:
     assert piped(loop).differences(alone(loop)) == []

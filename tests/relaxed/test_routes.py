@@ -356,6 +356,7 @@ def is_late_in_the_sum(seat: int, store: Any) -> list[tuple[list[int], float]]:
     return seen
 
 
+@pytest.mark.exhaustive
 def test_a_replica_that_is_late_in_the_sum_is_not_waited_for_without_limit() -> None:
     (_, late, last) = run(is_late_in_the_sum, 2)[0]
     assert late[0] == last[0] == [0]

@@ -11,7 +11,10 @@ from tests.tries import holds_in_one_try
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("plan, most_s", [(named, CHOICE_S), (searched, SEARCH_S)], ids=["choice", "search"])
+@pytest.mark.parametrize(
+    "plan, most_s",
+    [pytest.param(named, CHOICE_S, id="choice"), pytest.param(searched, SEARCH_S, id="search", marks=pytest.mark.exhaustive)],
+)
 def test_planning_takes_seconds(plan: object, most_s: float) -> None:
     given = families(LINKS["fast links"])
     assert callable(plan)

@@ -41,6 +41,7 @@ def step_times(rank: int, p: int, m: int, k: int) -> list[list[float]]:
     return seconds
 
 
+@pytest.mark.exhaustive
 def test_a_step_in_slices_is_as_short_as_its_plan() -> None:
     p = m = k = 4
     plan = build("seq_1f1b", p, m, slices=k)

@@ -129,6 +129,7 @@ def test_two_ranks_over_nccl(tmp_path: Path) -> None:
     assert verdicts[2].numbers["share of a step that waits for evictions"] >= 0.0 and found[0]["moved"][PARTS]
 
 
+@pytest.mark.exhaustive
 def test_the_command_writes_its_page(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A check is a process, which has the simulated device too."""
     launch = (sys.executable, "-c", IN_A_PROCESS)

@@ -110,6 +110,7 @@ def test_a_step_is_the_same(name: str, num_ranks: int, nccl: bool) -> None:
     assert sum(how["lent"] for _, _, how, _, _ in ranks) > 0
 
 
+@pytest.mark.exhaustive
 def test_from_one_device_to_another() -> None:
     expected = run_ranks(trained, 4, "bytes", "cpu", 4, True, {})
     for rank, (found, _, how, _, reported) in enumerate(run_ranks(trained, 4, "bytes", BOTH, 4, True, {})):
@@ -302,6 +303,7 @@ def larger_than_planned(rank: int, device: str) -> tuple[Any, ...]:
     return found, numbers, reports()
 
 
+@pytest.mark.exhaustive
 def test_what_does_not_fit_stays_on_the_host() -> None:
     expected = run_ranks(larger_than_planned, 4, "cpu")
     for rank, (found, numbers, reported) in enumerate(run_ranks(larger_than_planned, 4, KIND)):
