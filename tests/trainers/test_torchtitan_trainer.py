@@ -88,7 +88,7 @@ def test_zbv_with_the_selective_checkpoints_that_torch_refuses(train: Train) -> 
 def test_a_model_of_transformers_in_torchtitans_backend_for_them(train: Train, workplace: Path) -> None:
     """bpipe goes on from torch's checkpoint.
 
-    Bits cannot be compared: in that backend torch's own schedule does not repeat a run to the bit, nor go on from its checkpoint so.
+    Bits cannot be compared: in that backend torch's own schedule does not repeat a run to the bit, nor go on so.
     """
     saved = workplace / "outputs" / "checkpoint"
     shutil.rmtree(saved, ignore_errors=True)
