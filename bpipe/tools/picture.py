@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection, PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
@@ -96,19 +97,14 @@ class _Sheet:
     def __init__(self, scene: Scene) -> None:
         self.scene, self.paper, self.labels_left = scene, Paper.of(scene), MAX_LABELS
         handles = _legend(scene)
-        lines = -(-len(handles) // int((self.paper.width + LEFT) / LEGEND_ENTRY / self.paper.scale))
+        width = LEFT + self.paper.width + RIGHT
+        columns = _columns(handles, self.paper.scale, int((self.paper.width + LEFT) / LEGEND_ENTRY / self.paper.scale), width)
+        lines = -(-len(handles) // columns)
         foot = (BELOW + LEGEND_LINE * lines) * self.paper.scale
-        self.figure = Figure(figsize=(LEFT + self.paper.width + RIGHT, ABOVE + self.paper.height + foot), facecolor="white")
+        self.figure = Figure(figsize=(width, ABOVE + self.paper.height + foot), facecolor="white")
         self.axes = self._empty_axes(foot)
         self._draw()
-        self.figure.legend(
-            handles=handles,
-            ncols=-(-len(handles) // lines),
-            loc="lower center",
-            frameon=False,
-            fontsize=8 * self.paper.scale,
-            columnspacing=1.6,
-        )
+        _add_legend(self.figure, handles, self.paper.scale, -(-len(handles) // lines))
 
     def _empty_axes(self, foot: float) -> Axes:
         """Make axes that show nothing but the time."""
@@ -248,6 +244,22 @@ def _fill(span: Span, row: Row) -> str:
 
 def _move_look(role: Role) -> _Look:
     return _Look(COLOURS[role], OUTLINE, HATCHES[role])
+
+
+def _add_legend(figure: Figure, handles: list[Patch | Line2D], scale: float, columns: int) -> Legend:
+    return figure.legend(
+        handles=handles, ncols=columns, loc="lower center", frameon=False, fontsize=8 * scale, columnspacing=1.6
+    )
+
+
+def _columns(handles: list[Patch | Line2D], scale: float, most: int, width: float) -> int:
+    """Return how many columns a legend has, so many at most that it is no wider than a figure, in inches."""
+    for columns in range(min(most, len(handles)), 1, -1):
+        figure = Figure()
+        renderer = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
+        if _add_legend(figure, handles, scale, columns).get_window_extent(renderer).width <= width * figure.dpi:
+            return columns
+    return 1
 
 
 def _legend(scene: Scene) -> list[Patch | Line2D]:

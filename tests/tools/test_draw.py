@@ -149,8 +149,9 @@ def test_a_transfer_in_no_time_is_still_seen() -> None:
         pytest.param((interleaved(),), marks=pytest.mark.exhaustive),
         (timeline("gpipe", 2, 200),),
         (in_parts("last"), timeline("1f1b")),
+        (replace(timeline(costs=SLOW), source="measured"), timeline(costs=SLOW)),
     ],
-    ids=["1f1b", "slow", "many-ranks", "two", "interleaved", "many-microbatches", "parts"],
+    ids=["1f1b", "slow", "many-ranks", "two", "interleaved", "many-microbatches", "parts", "measured"],
 )
 def test_no_text_lies_on_another_or_leaves_the_paper(shown: tuple[Timeline, ...]) -> None:
     made = sheet(*shown)
