@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -60,9 +60,9 @@ def is_compared(step: int) -> bool:
 
 def _sample(given: list[Any]) -> tuple[bytes, bytes]:
     tensors = enumerate(mb.tensors_in(given, set())[:NUM_TENSORS])
-    values = {(i, tensor.shape, tensor.dtype): _some_of(tensor) for i, tensor in tensors if _can_be_compared(tensor)}
+    values = {f"{i} {list(one.shape)} {one.dtype}": _some_of(one) for i, one in tensors if _can_be_compared(one)}
     values = {form: some for form, some in values.items() if len(set(some)) > 1}  # the others may be placeholders, such as zeros
-    return (_hash(list(values)), _hash(list(values.values()))) if values else (b"", b"")
+    return (mb.digest(list(values)), mb.digest([*chain(*values.values())])) if values else (b"", b"")
 
 
 def _can_be_compared(tensor: torch.Tensor) -> bool:
@@ -76,10 +76,6 @@ def _some_of(tensor: torch.Tensor) -> list[str]:
     number = min(size, NUM_VALUES)
     at = torch.tensor([i * size // number for i in range(number)], device="cpu")
     return [repr(value) for value in torch.take(tensor.detach(), at).tolist()]
-
-
-def _hash(values: list[Any]) -> bytes:
-    return hashlib.sha256(repr(values).encode()).digest()[:8]
 
 
 def difference(records: Sequence[StepRecord], plan: Plan) -> str:

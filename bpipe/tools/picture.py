@@ -98,13 +98,13 @@ class _Sheet:
         self.scene, self.paper, self.labels_left = scene, Paper.of(scene), MAX_LABELS
         handles = _legend(scene)
         width = LEFT + self.paper.width + RIGHT
-        columns = _columns(handles, self.paper.scale, int((self.paper.width + LEFT) / LEGEND_ENTRY / self.paper.scale), width)
-        lines = -(-len(handles) // columns)
+        least = -(-len(handles) // int((self.paper.width + LEFT) / LEGEND_ENTRY / self.paper.scale))
+        lines = _legend_lines(handles, self.paper.scale, least, width)
         foot = (BELOW + LEGEND_LINE * lines) * self.paper.scale
         self.figure = Figure(figsize=(width, ABOVE + self.paper.height + foot), facecolor="white")
         self.axes = self._empty_axes(foot)
         self._draw()
-        _add_legend(self.figure, handles, self.paper.scale, -(-len(handles) // lines))
+        _add_legend(self.figure, handles, self.paper.scale, lines)
 
     def _empty_axes(self, foot: float) -> Axes:
         """Make axes that show nothing but the time."""
@@ -246,20 +246,21 @@ def _move_look(role: Role) -> _Look:
     return _Look(COLOURS[role], OUTLINE, HATCHES[role])
 
 
-def _add_legend(figure: Figure, handles: list[Patch | Line2D], scale: float, columns: int) -> Legend:
+def _add_legend(figure: Figure, handles: list[Patch | Line2D], scale: float, lines: int) -> Legend:
+    columns = -(-len(handles) // lines)
     return figure.legend(
         handles=handles, ncols=columns, loc="lower center", frameon=False, fontsize=8 * scale, columnspacing=1.6
     )
 
 
-def _columns(handles: list[Patch | Line2D], scale: float, most: int, width: float) -> int:
-    """Return how many columns a legend has, so many at most that it is no wider than a figure, in inches."""
-    for columns in range(min(most, len(handles)), 1, -1):
+def _legend_lines(handles: list[Patch | Line2D], scale: float, least: int, width: float) -> int:
+    """Return how many lines a legend has, so many at least that it is no wider than a figure, in inches."""
+    for lines in range(least, len(handles)):
         figure = Figure()
         renderer = FigureCanvasAgg(figure).get_renderer()  # type: ignore[no-untyped-call]
-        if _add_legend(figure, handles, scale, columns).get_window_extent(renderer).width <= width * figure.dpi:
-            return columns
-    return 1
+        if _add_legend(figure, handles, scale, lines).get_window_extent(renderer).width <= width * figure.dpi:
+            return lines
+    return len(handles)
 
 
 def _legend(scene: Scene) -> list[Patch | Line2D]:

@@ -126,8 +126,10 @@ def test_batches_drawn_from_the_generator_of_a_stage(has_own_generator: bool, is
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_go_through_compared_steps() -> None:
     loopback = bpipe.Loopback(1)
-    stage = bpipe.PipelineStage(nn.Linear(3, 3), 0, 1, "cpu", group=loopback.rank(0))
-    schedule = bpipe.OneFOneB(stage, 2, loss_fn=lambda output, target: sum(one.sum() for one in output.unbind()) + target.sum())
+    module = nn.Linear(3, 3)
+    stage = bpipe.PipelineStage(module, 0, 1, "cpu", group=loopback.rank(0))
+    schedule = bpipe.OneFOneB(stage, 2, loss_fn=lambda output, target: sum(one.sum() for one in output.unbind()) * target.sum())
     x = torch.nested.nested_tensor([X, X[:2]])
-    for _ in range(3):
+    for step in range(3):
         loopback.step([schedule], x, target=torch.ones(2))
+        assert torch.equal(module.weight.grad, (step + 1) * (X.sum(0) + X[:2].sum(0)).expand(3, 3) / 2)

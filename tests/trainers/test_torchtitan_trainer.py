@@ -98,7 +98,6 @@ def test_a_model_of_transformers_in_torchtitans_backend_for_them(train: Train, w
     rest = train(**how, way="import")
     assert all(name.startswith("bpipe.") for name in rest["classes"]) and len(rest["parameters"]) == 25
     assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=0.02) and rest["losses"][-1] < whole["losses"][0] - 1
-    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=0.0, atol=0.005)
 
 
 @pytest.mark.parametrize(
