@@ -53,7 +53,7 @@ setup(
     package_data={"bpipe": ["py.typed", "tools/page.html"]},
     entry_points={"console_scripts": ["bpipe = bpipe.tools.cli:main"]},
     python_requires=">=3.11",
-    install_requires=["torch>=2.11", "numpy"],
+    install_requires=["torch>=2.11", "numpy"],  # docs/versions.md has the releases that were tried
     extras_require={**EXTRAS, "examples": EXAMPLES, "docs": [*EXTRAS["plot"], *DOCS], "test": TEST},
     keywords=[
         *("pytorch", "distributed training", "pipeline parallelism", "activation memory", "activation offloading", "p2p"),

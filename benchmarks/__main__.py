@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from benchmarks.studies import STUDIES
 from benchmarks.study import Study, section
@@ -28,7 +27,6 @@ Written by `make bench` from the JSON files in `results/`; no figure in here was
 medians over rounds in which both ran in turns, in the same processes, with the 95% interval of the median. Where only the interval
 reaches a target, the table says so. `NOTES.md` tells how the figures came to be.
 """
-UNKNOWN_S = 120.0  # what a study that was never run is taken to last
 
 
 def main() -> None:
@@ -63,30 +61,10 @@ def chosen(names: Sequence[str]) -> list[Study]:
 
 
 def run(studies: Sequence[Study]) -> None:
-    """Run studies one after the other, and show how far they are: a bar on a terminal, else a line for each case."""
-    console = Console()
-    columns = [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("of which left"),
-        TimeRemainingColumn(),
-    ]
-    expected = {study.name: float((study.known() or {}).get("took_s", UNKNOWN_S)) for study in studies}
-    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=600) as bar:
-        task = bar.add_task("", total=sum(expected.values()) or None)
-        for study in studies:
-            per_case, done = expected[study.name] / max(len(study.cases()), 1), 0
-
-            def advance(case: str, study: Study = study, per_case: float = per_case) -> None:
-                nonlocal done
-                bar.update(task, description=f"{study.name}: {case}", advance=per_case if done else 0)
-                if bar.disable:
-                    console.print(f"{study.name}: {case}", highlight=False)
-                done += 1
-
-            study.run(advance)
-            bar.update(task, advance=per_case)
+    """Run studies one after the other, and say of each case that it begins."""
+    began = time.monotonic()
+    for study in studies:
+        study.run(lambda case, study=study: print(f"{time.monotonic() - began:5.0f} s  {study.name}: {case}", flush=True))
 
 
 if __name__ == "__main__":

@@ -8,17 +8,15 @@ from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.distributed.pipelining as peer
 import torch.nn.functional as F
-from matplotlib.figure import Figure
-from torch import nn
 
 import bpipe
-from benchmarks.alternate import Step, Taken, in_turns, peak_bytes, step_cpu_s, step_seconds, timed
+from benchmarks.alternate import Step, Taken, Turns, in_turns, peak_bytes, timed
 from benchmarks.blocks import Size, block
-from benchmarks.intervals import Interval, ratios
-from benchmarks.study import Case, Claim, Row, Study
+from benchmarks.intervals import as_they_are, columns
+from benchmarks.pictures import beside_one
+from benchmarks.study import Claim, Row, Study
 from tests.ranks import run_ranks
 
 SECONDS = 5.0  # of alternating steps, in each case
@@ -50,44 +48,28 @@ KINDS = {
 }
 
 
-class Both:
-    """The same stages of one rank, under both libraries."""
+def makers(rank: int, work: Work) -> dict[str, Callable[[], Step]]:
+    """What makes a schedule of each library with the same stages of one rank, and returns its step."""
+    size, kind = SIZES[work.size], KINDS[work.kind]
+    num_stages = work.p * kind.stages_per_rank
+    torch.manual_seed(0)
+    modules = {index: block(size) for index in range(rank, num_stages, work.p)}
+    batch = torch.randn(work.m * size.sequences, size.tokens, size.width)
+    args = (batch,) if rank == 0 else ()
+    target = {"target": torch.randn_like(batch)} if rank == work.p - 1 else {}
 
-    def __init__(self, rank: int, work: Work) -> None:
-        size, self._kind, self._m = SIZES[work.size], KINDS[work.kind], work.m
-        self._indices = range(rank, work.p * self._kind.stages_per_rank, work.p)
-        self._num_stages = work.p * self._kind.stages_per_rank
-        torch.manual_seed(0)
-        self._modules = [block(size) for _ in self._indices]
-        batch = torch.randn(work.m * size.sequences, size.tokens, size.width)
-        is_first, self._is_last = rank == 0, rank == work.p - 1
-        self._args = (batch,) if is_first else ()
-        self._kwargs = {"target": torch.randn_like(batch)} if self._is_last else {}
+    def make(library: Any, kind: Any) -> Step:
+        stages = [library.PipelineStage(module, index, num_stages, torch.device("cpu")) for index, module in modules.items()]
+        schedule = kind(stages if len(stages) > 1 else stages[0], work.m, loss_fn=F.mse_loss)
 
-    def ours(self) -> Step:
-        stages = [bpipe.PipelineStage(module, i, self._num_stages, "cpu") for module, i in self._parts()]
-        return self._step(self._kind.ours(self._whole(stages), self._m, loss_fn=F.mse_loss))
-
-    def theirs(self) -> Step:
-        stages = [peer.PipelineStage(module, i, self._num_stages, torch.device("cpu")) for module, i in self._parts()]
-        return self._step(self._kind.theirs(self._whole(stages), self._m, loss_fn=F.mse_loss))
-
-    def _parts(self) -> Sequence[tuple[nn.Module, int]]:
-        return list(zip(self._modules, self._indices))
-
-    def _whole(self, stages: list[Any]) -> Any:
-        return stages if self._kind.stages_per_rank > 1 else stages[0]
-
-    def _step(self, schedule: Any) -> Step:
         def step() -> None:
-            schedule.step(*self._args, **self._kwargs, return_outputs=False)
-            self.forget()
+            schedule.step(*args, **target, return_outputs=False)
+            for module in modules.values():
+                module.zero_grad()
 
         return step
 
-    def forget(self) -> None:
-        for module in self._modules:
-            module.zero_grad()
+    return {"ours": partial(make, bpipe, kind.ours), "theirs": partial(make, peer, kind.theirs)}
 
 
 class OfRank(NamedTuple):
@@ -100,41 +82,29 @@ class OfRank(NamedTuple):
 
 def on_rank(rank: int, work: Work, stepping_s: float) -> OfRank:
     """All measurements of a case."""
-    both = Both(rank, work)
-    makers: dict[str, Callable[[], Step]] = {"ours": both.ours, "theirs": both.theirs}
-    first = {name: Taken([], []) for name in makers}
-    for turn, name in product(range(NUM_FIRST), makers):
-        name = name if turn % 2 == 0 else {"ours": "theirs", "theirs": "ours"}[name]
-        step = makers[name]()
-        for of_all, of_step in zip(first[name], timed(step)):
-            of_all.append(of_step)
-    peaks = {name: peak_bytes(make, both.forget) for name, make in makers.items()}
-    steps = {name: make() for name, make in makers.items()}
-    for step in steps.values():
+    of = makers(rank, work)
+    first = {name: Taken([], []) for name in of}
+    for turn in range(NUM_FIRST):
+        for name in list(of)[:: 1 if turn % 2 == 0 else -1]:
+            first[name].add(timed(of[name]()))
+    peaks = {name: peak_bytes(make) for name, make in of.items()}
+    steps = {name: make() for name, make in of.items()}
+    for step in [*steps.values()] * 2:
         step()
-        step()
-    steady = in_turns(steps, seconds=stepping_s)
-    dist.barrier()
-    return OfRank(steady, first, peaks)
+    return OfRank(in_turns(steps, seconds=stepping_s), first, peaks)
 
 
 def measure(work: Work, stepping_s: float = SECONDS) -> list[Row]:
     """One case."""
     ranks = run_ranks(on_rank, work.p, work, stepping_s, timeout_s=240.0)
-
-    def of(name: str, which: str) -> list[Taken]:
-        return [getattr(rank, which)[name] for rank in ranks]
-
-    seconds = ratios(step_seconds(of("ours", "steady")), step_seconds(of("theirs", "steady")))
-    cpu = ratios(step_cpu_s(of("ours", "steady")), step_cpu_s(of("theirs", "steady")))
-    first = ratios(step_seconds(of("ours", "first")), step_seconds(of("theirs", "first")))
+    steady, first = Turns(rank.steady for rank in ranks), Turns(rank.first for rank in ranks)
     return [
         {
             **work._asdict(),
             "num_rounds": len(ranks[0].steady["ours"].seconds),
-            **_named("seconds", seconds),
-            **_named("cpu", cpu),
-            "first_seconds": first.median,
+            **steady.time("ours", "theirs").named("seconds"),
+            **steady.cpu("ours", "theirs").named("cpu"),
+            "first_seconds": first.time("ours", "theirs").median,
             "peak_bytes": [rank.peaks["ours"] for rank in ranks],
             "their_peak_bytes": [rank.peaks["theirs"] for rank in ranks],
             "peak": max(rank.peaks["ours"] / rank.peaks["theirs"] for rank in ranks),
@@ -142,63 +112,22 @@ def measure(work: Work, stepping_s: float = SECONDS) -> list[Row]:
     ]
 
 
-def _named(what: str, ratio: Interval) -> dict[str, float]:
-    return {what: ratio.median, f"{what}_low": ratio.low, f"{what}_high": ratio.high}
-
-
-def cases() -> list[Case]:
-    """All of them."""
-    works = [Work(*one) for one in product(KINDS, (2, 4), (8, 16, 64), SIZES)]
-    return [(f"{w.kind}, p = {w.p}, m = {w.m}, {w.size} blocks", partial(measure, w)) for w in works]
-
-
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """The worst cases."""
     found = []
     for key, what in (("seconds", "step time"), ("cpu", "CPU seconds")):
         worst = max(rows, key=lambda row: row[key])
-        found.append(
-            Claim(
-                what=f"{what} over torch's, the worst of {len(rows)} cases ({name_of(worst)})",
-                target=1.0,
-                value=worst[key],
-                low=worst[f"{key}_low"],
-                high=worst[f"{key}_high"],
-            )
-        )
+        found.append(Claim.of(worst, key, f"{what} over torch's, the worst of {len(rows)} cases ({name_of(worst)})", 1.0))
         over = [row for row in rows if row[f"{key}_low"] > 1]
-        number = float(len(over))
         what = f"cases of {len(rows)} whose {what}, with all its interval, is above torch's"
-        why = "; ".join(map(name_of, over))
-        found.append(Claim(what=what, target=0.0, value=number, low=number, high=number, why=why))
+        found.append(Claim(what, 0.0, float(len(over)), why="; ".join(map(name_of, over))))
     worst = max(rows, key=lambda row: row["peak"])
-    what = f"peak bytes of a rank over torch's, the worst case ({name_of(worst)})"
-    return [*found, Claim(what=what, target=1.0, value=worst["peak"], low=worst["peak"], high=worst["peak"])]
+    return [*found, Claim.of(worst, "peak", f"peak bytes of a rank over torch's, the worst case ({name_of(worst)})", 1.0)]
 
 
 def name_of(row: Row) -> str:
     """A case in words."""
     return f"{row['kind']}, p = {row['p']}, m = {row['m']}, {row['size']} blocks"
-
-
-def draw(rows: Sequence[Row]) -> Figure:
-    """Each case's ratios, beside 1."""
-    figure = Figure(figsize=(9, 0.26 * len(rows) + 1.2), layout="constrained")
-    axes = figure.subplots(1, 3, sharey=True)
-    places = [-index for index in range(len(rows))]
-    for axis, (key, title) in zip(axes, (("seconds", "step time"), ("cpu", "CPU seconds"), ("peak", "peak bytes"))):
-        values = [row[key] for row in rows]
-        ends = [
-            [row[key] - row.get(f"{key}_low", row[key]) for row in rows],
-            [row.get(f"{key}_high", row[key]) - row[key] for row in rows],
-        ]
-        axis.errorbar(values, places, xerr=ends, fmt="o", markersize=4, color="tab:blue", ecolor="tab:gray")
-        axis.axvline(1.0, color="black", linewidth=0.8)
-        axis.set_title(f"{title}, over torch's")
-        axis.set_xlim(left=0)
-        axis.grid(axis="x", alpha=0.3)
-    axes[0].set_yticks(places, [name_of(row) for row in rows], fontsize=8)
-    return figure
 
 
 STUDY = Study(
@@ -212,22 +141,23 @@ STUDY = Study(
         "and the batch: receive buffers, activations, gradients. The first step is that of a new schedule, its construction\n"
         "left out, the median of three."
     ),
-    cases=cases,
+    works=[Work(*one) for one in product(KINDS, (2, 4), (8, 16, 64), SIZES)],
+    measure=measure,
     columns=[
         ("kind", "schedule", ""),
-        ("p", "p", "d"),
-        ("m", "m", "d"),
+        *as_they_are("p", "m"),
         ("size", "blocks", ""),
         ("num_rounds", "rounds", "d"),
-        ("seconds", "step time / torch's", ".3f"),
-        ("seconds_low", "from", ".3f"),
-        ("seconds_high", "to", ".3f"),
-        ("cpu", "CPU seconds / torch's", ".3f"),
-        ("cpu_low", "from", ".3f"),
-        ("cpu_high", "to", ".3f"),
+        *columns("seconds", "step time / torch's"),
+        *columns("cpu", "CPU seconds / torch's"),
         ("first_seconds", "first step / torch's", ".2f"),
         ("peak", "peak bytes / torch's, worst rank", ".3f"),
     ],
     claims=claims,
-    draw=draw,
+    draw=partial(
+        beside_one,
+        name_of=name_of,
+        titles={"seconds": "step time, over torch's", "cpu": "CPU seconds, over torch's", "peak": "peak bytes, over torch's"},
+    ),
+    name_of=name_of,
 )

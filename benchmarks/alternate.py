@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.intervals import Interval, ratios
 
 FEWEST_ROUNDS, MOST_ROUNDS = 7, 101
 
@@ -22,6 +26,11 @@ class Taken(NamedTuple):
     seconds: list[float]
     cpu_s: list[float]
 
+    def add(self, of_step: tuple[float, float]) -> None:
+        """Add a step's."""
+        for of_all, one in zip(self, of_step):
+            of_all.append(one)
+
 
 def in_turns(contenders: Mapping[str, Step], *, seconds: float, fewest_rounds: int = FEWEST_ROUNDS) -> dict[str, Taken]:
     """Run the contenders' steps in turns, in the other order every other round, for about so many seconds. Collective."""
@@ -29,19 +38,23 @@ def in_turns(contenders: Mapping[str, Step], *, seconds: float, fewest_rounds: i
     num_rounds = max(_num_rounds(contenders, seconds), fewest_rounds)
     for turn in range(num_rounds):
         for name in list(contenders)[:: 1 if turn % 2 == 0 else -1]:
-            for of_all, of_step in zip(taken[name], timed(contenders[name])):
-                of_all.append(of_step)
+            taken[name].add(timed(contenders[name]))
     return taken
 
 
 def timed(step: Step) -> tuple[float, float]:
     """Seconds and CPU seconds of a step that all ranks begin together. Collective."""
-    dist.barrier()
+    _meet()
     began, cpu_began = time.perf_counter(), time.process_time()
     step()
     took = time.perf_counter() - began
-    dist.barrier()
+    _meet()
     return took, time.process_time() - cpu_began
+
+
+def _meet() -> None:
+    """Wait for all ranks, on the host also where the group has devices."""
+    dist.all_reduce(torch.zeros(1))
 
 
 def _num_rounds(contenders: Mapping[str, Step], seconds: float) -> int:
@@ -54,33 +67,57 @@ def _num_rounds(contenders: Mapping[str, Step], seconds: float) -> int:
     return min(int(number), MOST_ROUNDS) | 1
 
 
-def step_seconds(of_ranks: Sequence[Taken]) -> list[float]:
-    """A step lasts until its slowest rank is done."""
-    return [max(of_step) for of_step in zip(*(taken.seconds for taken in of_ranks))]
+class Turns:
+    """What the steps of contenders took, as each rank measured them: a step lasts until its slowest rank is done."""
+
+    def __init__(self, of_ranks: Iterable[Mapping[str, Taken]]) -> None:
+        self._of_ranks = list(of_ranks)
+
+    def seconds(self, name: str) -> list[float]:
+        """The seconds of a contender's steps."""
+        return [max(of_step) for of_step in zip(*(taken[name].seconds for taken in self._of_ranks))]
+
+    def cpu_s(self, name: str) -> list[float]:
+        """The CPU seconds of a contender's steps, of all ranks."""
+        return [sum(of_step) for of_step in zip(*(taken[name].cpu_s for taken in self._of_ranks))]
+
+    def time(self, name: str, over: str) -> Interval:
+        """How long a contender's steps are, over another one's in the same rounds."""
+        return ratios(self.seconds(name), self.seconds(over))
+
+    def cpu(self, name: str, over: str) -> Interval:
+        """How many CPU seconds a contender's steps take, over another one's."""
+        return ratios(self.cpu_s(name), self.cpu_s(over))
 
 
-def step_cpu_s(of_ranks: Sequence[Taken]) -> list[float]:
-    """The CPU seconds of all ranks."""
-    return [sum(of_step) for of_step in zip(*(taken.cpu_s for taken in of_ranks))]
+def steps_of(schedules: Mapping[str, Any], batch: torch.Tensor, *modules: nn.Module) -> dict[str, Step]:
+    """Steps of schedules on one batch, which leave no gradients in the modules; two of each have run: first ones take longer."""
+
+    def step(schedule: Any) -> None:
+        schedule.step(batch, target=batch, return_outputs=False)
+        for module in modules:
+            module.zero_grad()
+
+    steps: dict[str, Step] = {name: partial(step, schedule) for name, schedule in schedules.items()}
+    for one in [*steps.values()] * 2:
+        one()
+    return steps
 
 
-def peak_bytes(make: Callable[[], Step], forget: Callable[[], object]) -> int:
+def peak_bytes(make: Callable[[], Step]) -> int:
     """The most bytes of tensors alive in a second step, with all that was made since before the schedule was. Collective.
 
     What other threads allocate is not seen; bpipe's only allocate buffers for remote activations, which its stats tell.
 
     Args:
-        make: makes the schedule, and returns its step.
-        forget: drops gradients, after each step.
+        make: makes the schedule, and returns its step, which leaves no gradients.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler tells when it starts and stops
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         step = make()
         step()
-        forget()
         with torch.profiler.record_function("second step"):
             step()
-        forget()
     assert seen.profiler is not None
     events: Any = seen.profiler.kineto_results.events()
     ((start, end),) = [(e.start_ns(), e.end_ns()) for e in events if e.name() == "second step"]

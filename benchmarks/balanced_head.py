@@ -3,22 +3,20 @@
 Eight ranks of a small language model in a loopback, on CPU; the last stage saves a softmax over all words. By count the paper's
 rule hands it microbatches of the first stage as well. Prints a table and writes benchmarks/results/balanced_head.csv.
 
-    .venv/bin/python benchmarks/balanced_head.py
+    .venv/bin/python -m benchmarks.balanced_head
 """
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import bpipe
+from benchmarks.study import write_csv
 
-RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
 WORDS, WIDTH, HIDDEN, BLOCKS, TOKENS = 32_000, 32, 1024, 6, 64
 P = M = 8
@@ -29,7 +27,7 @@ WAYS: dict[str, Wrap] = {
     "plain 1F1B": lambda schedule: schedule,
     "balanced by count": lambda schedule: bpipe.Balanced(schedule, budget=None),
     "balanced in bytes": lambda schedule: bpipe.Balanced(schedule, budget="lowest"),
-    "in bytes, 4 parts": lambda schedule: bpipe.Balanced(schedule, budget="lowest", parts=4),
+    "in bytes, 4 parts": lambda schedule: bpipe.Balanced(schedule, budget="lowest", options=bpipe.Options(parts=4)),
 }
 
 
@@ -65,19 +63,15 @@ def trained(wrap: Wrap, steps: int = 3) -> tuple[list[Any], list[torch.Tensor]]:
 
 def main() -> None:
     """Train each way, and compare."""
-    RESULTS.mkdir(exist_ok=True)
     torch.set_num_threads(1)
-    ranks = [f"rank {rank}" for rank in range(P)]
-    with (RESULTS / "balanced_head.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["schedule", "number", *ranks])
-        print(row("MiB at the peak", [*ranks, "highest"]))
-        for name, wrap in WAYS.items():
-            schedules, _ = trained(wrap)
-            numbers = {number: [int(one.stats[number]) for one in schedules] for number in NUMBERS}
-            writer.writerows([name, number, *of_ranks] for number, of_ranks in numbers.items())
-            peaks = [peak / MIB for peak in numbers["device_peak_bytes"]]
-            print(row(name, [f"{peak:.1f}" for peak in [*peaks, max(peaks)]]), flush=True)
+    kept: list[list[Any]] = [["schedule", "number", *(f"rank {rank}" for rank in range(P))]]
+    print(row("MiB at the peak", [*kept[0][2:], "highest"]))
+    for name, wrap in WAYS.items():
+        schedules, _ = trained(wrap)
+        kept += [[name, number, *(int(one.stats[number]) for one in schedules)] for number in NUMBERS]
+        peaks = [one.stats["device_peak_bytes"] / MIB for one in schedules]
+        print(row(name, [f"{peak:.1f}" for peak in [*peaks, max(peaks)]]), flush=True)
+    write_csv("balanced_head", kept)
 
 
 def row(name: str, cells: list[str]) -> str:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from matplotlib.figure import Figure
 from torch import nn
 
 import bpipe
-from benchmarks.alternate import Taken, in_turns, step_cpu_s, step_seconds
+from benchmarks.alternate import Taken, Turns, in_turns, steps_of
 from benchmarks.blocks import Size, block
-from benchmarks.intervals import ratios
-from benchmarks.study import Case, Claim, Row, Study
+from benchmarks.intervals import as_they_are, columns
+from benchmarks.pictures import beside_one
+from benchmarks.study import Claim, Row, Study
 from tests.ranks import run_ranks
 from tests.sleepers import Sleeper
 
@@ -69,20 +70,13 @@ def on_rank(rank: int, work: Work, stepping_s: float) -> OfRank:
     batch = torch.randn(work.m * BLOCKS.sequences, BLOCKS.tokens, BLOCKS.width) if sleeper is None else torch.ones(work.m, 8)
     stage = bpipe.PipelineStage(module, rank, work.p, "cpu")
     schedules = {name: _schedule(stage, work, is_balanced=name == "balanced") for name in ("plain", "balanced")}
-
-    def step(name: str) -> None:
-        schedules[name].step(batch, target=batch, return_outputs=False)
-        module.zero_grad()
-
-    steps = {name: partial(step, name) for name in schedules}
-    for one in (*steps.values(), *steps.values()):
-        one()
+    steps = steps_of(schedules, batch, module)
     taken = in_turns(steps, seconds=stepping_s)
     moving_s = []
     if sleeper is not None:
         sleeper.sleeps = False
         for _ in range(5):
-            step("balanced")
+            steps["balanced"]()
             moving_s.append(schedules["balanced"].stats["step_s"])
     dist.barrier()
     return OfRank(taken, schedules["balanced"].stats["evicted_bytes"], moving_s)
@@ -93,33 +87,25 @@ def _schedule(stage: Any, work: Work, *, is_balanced: bool) -> Any:
     if not is_balanced:
         return rule(stage, work.m, loss_fn=nn.functional.mse_loss)
     slots = -(-(work.p + 2) // 2) if work.schedule == "1F1B" else (work.m - 2, work.m + 3)
-    return rule(stage, work.m, loss_fn=nn.functional.mse_loss, slots=slots)
+    return rule(stage, work.m, loss_fn=nn.functional.mse_loss, options=bpipe.Options(slots=slots))
 
 
 def measure(work: Work, stepping_s: float = SECONDS) -> list[Row]:
     """One case."""
     ranks = run_ranks(on_rank, work.p, work, stepping_s, timeout_s=400.0)
-    of = {name: [rank.taken[name] for rank in ranks] for name in ("plain", "balanced")}
-    seconds = {name: step_seconds(taken) for name, taken in of.items()}
-    time, cpu = ratios(seconds["balanced"], seconds["plain"]), ratios(step_cpu_s(of["balanced"]), step_cpu_s(of["plain"]))
+    turns = Turns(rank.taken for rank in ranks)
+    time, plain_s = turns.time("balanced", "plain"), turns.seconds("plain")
     row: dict[str, Any] = {
         **work._asdict(),
-        "num_rounds": len(seconds["plain"]),
+        "num_rounds": len(plain_s),
         "moved_mib": sum(rank.moved_bytes for rank in ranks) / MIB,
-        **{f"time{end}": value for end, value in zip(("", "_low", "_high"), time)},
-        **{f"cpu{end}": value for end, value in zip(("", "_low", "_high"), cpu)},
+        **time.named("time"),
+        **turns.cpu("balanced", "plain").named("cpu"),
     }
     if work.stages == "sleeping":
-        alone_s = sorted(max(of_step) for of_step in zip(*(rank.moving_s for rank in ranks)))[2]
-        plain_s = sorted(seconds["plain"])[len(seconds["plain"]) // 2]
-        row["alone"] = alone_s / plain_s
+        row["alone"] = median(max(of_step) for of_step in zip(*(rank.moving_s for rank in ranks))) / median(plain_s)
         row["hidden"] = 1 - max(time.median - 1, 0.0) / row["alone"]
     return [row]
-
-
-def cases() -> list[Case]:
-    """All of them."""
-    return [(name_of(work._asdict()), partial(measure, work)) for work in WORKS]
 
 
 def name_of(row: Row) -> str:
@@ -135,38 +121,11 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     for row in rows:
         if row["stages"] == "blocks":
             key, what = keys[row["schedule"]]
-            what = f"{what} of balanced over plain, {name_of(row)}"
-            low, high = row[f"{key}_low"], row[f"{key}_high"]
-            found.append(Claim(what=what, target=MOST_BLOCKS, value=row[key], low=low, high=high, why=WHY))
+            found.append(Claim.of(row, key, f"{what} of balanced over plain, {name_of(row)}", MOST_BLOCKS, why=WHY))
         elif row["p"] == 4 and row["saved_mib"] in MOST_SLEEPING:
             what, target = f"step time of balanced over plain, {name_of(row)}", MOST_SLEEPING[row["saved_mib"]]
-            found.append(Claim(what=what, target=target, value=row["time"], low=row["time_low"], high=row["time_high"], why=WHY))
+            found.append(Claim.of(row, "time", what, target, why=WHY))
     return found
-
-
-def draw(rows: Sequence[Row]) -> Figure:
-    """Step time over how long the evictions take by themselves."""
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.subplots()
-    for p, marker in ((4, "o"), (8, "s")):
-        some = [row for row in rows if row["stages"] == "sleeping" and row["p"] == p]
-        errors = [[row["time"] - row["time_low"] for row in some], [row["time_high"] - row["time"] for row in some]]
-        axes.errorbar([row["alone"] for row in some], [row["time"] for row in some], yerr=errors, fmt=marker, label=f"p = {p}")
-        for row in some:
-            axes.annotate(
-                f"{row['saved_mib']} MiB", (row["alone"], row["time"]), (0, 12), textcoords="offset points", ha="center", fontsize=8
-            )
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xlabel("a step that evicts and does not compute, over a plain step")
-    axes.set_ylabel("balanced step, over plain")
-    axes.set_title("What evictions cost where stages sleep for 0.05 s a forward")
-    axes.set_xscale("log")
-    axes.set_xticks([0.03, 0.1, 0.3, 1.0], ["0.03", "0.1", "0.3", "1"])
-    axes.minorticks_off()
-    axes.margins(x=0.1, y=0.15)
-    axes.legend(loc="upper left")
-    axes.grid(alpha=0.3)
-    return figure
 
 
 STUDY = Study(
@@ -179,24 +138,19 @@ STUDY = Study(
         "does not sleep, over a plain step; `hidden` is the share of it that the balanced step does not take longer. Four\n"
         "ranks of blocks share cores where there are 2, so that what counts there are CPU seconds."
     ),
-    cases=cases,
+    works=WORKS,
+    measure=measure,
     columns=[
-        ("schedule", "schedule", ""),
-        ("p", "p", "d"),
-        ("m", "m", "d"),
-        ("stages", "stages", ""),
+        *as_they_are("schedule", "p", "m", "stages"),
         ("saved_mib", "MiB a microbatch", "d"),
         ("num_rounds", "rounds", "d"),
         ("moved_mib", "MiB evicted a step", ".0f"),
         ("alone", "alone", ".2f"),
         ("hidden", "hidden", ".2f"),
-        ("time", "step time / plain", ".3f"),
-        ("time_low", "from", ".3f"),
-        ("time_high", "to", ".3f"),
-        ("cpu", "CPU seconds / plain", ".3f"),
-        ("cpu_low", "from", ".3f"),
-        ("cpu_high", "to", ".3f"),
+        *columns("time", "step time / plain"),
+        *columns("cpu", "CPU seconds / plain"),
     ],
     claims=claims,
-    draw=draw,
+    draw=partial(beside_one, name_of=name_of, titles={"time": "balanced step, over plain", "cpu": "CPU seconds, over plain"}),
+    name_of=name_of,
 )

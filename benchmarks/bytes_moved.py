@@ -7,15 +7,12 @@ Writes benchmarks/results/bytes_moved.csv: every problem on which the pass moves
 
 from __future__ import annotations
 
-import csv
 import sys
-from pathlib import Path
 from random import Random
 from statistics import mean
 
+from benchmarks.study import write_csv
 from tests.schedules.instances import Instance, some
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
@@ -29,13 +26,9 @@ def main() -> None:
             found.append((moved / fewest - 1, instance, moved, fewest))
             if len(found) % 50 == 0:
                 print(told(found), flush=True)
-    with (RESULTS / "bytes_moved.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*Instance._fields, "moved", "fewest", "gap"])
-        for gap, instance, moved, fewest in sorted(found, key=lambda one: one[0], reverse=True):
-            if gap:
-                writer.writerow([*instance, moved, fewest, f"{gap:.3f}"])
-        writer.writerow([told(found)])
+    found.sort(key=lambda one: one[0], reverse=True)
+    rows = [[*instance, moved, fewest, f"{gap:.3f}"] for gap, instance, moved, fewest in found if gap]
+    write_csv("bytes_moved", [[*Instance._fields, "moved", "fewest", "gap"], *rows, [told(found)]])
 
 
 def told(found: list[tuple[float, Instance, int, int]]) -> str:

@@ -28,48 +28,28 @@ class OnDevice(nn.Module):
     Args:
         layer: what really runs, with tensors as arguments.
         cost: the device's seconds.
-        half: for layers that take sequences in slices: their number of positions, and the device's seconds for half as many.
     """
 
-    def __init__(self, layer: nn.Module, cost: LayerCost, half: tuple[int, LayerCost] | None = None) -> None:
+    def __init__(self, layer: nn.Module, cost: LayerCost) -> None:
         super().__init__()
         self.layer = layer
         self._forward_s, self._input_s = cost.forward_s, cost.input_s or 0.0
-        self._length, of_half = (None, None) if half is None else half
-        self._squares = (0.0, 0.0)
-        if of_half is not None:  # the parts of the time that grow with the square of the positions
-            self._squares = (
-                2 * self._forward_s - 4 * of_half.forward_s,
-                2 * self._input_s - 4 * (of_half.input_s or 0.0),
-            )
         matrices = {name: parameter.numel() for name, parameter in layer.named_parameters() if parameter.ndim > 1}
         weight_s = cost.backward_s - self._input_s
         self._weight_s = {name: weight_s * size / sum(matrices.values()) for name, size in matrices.items()}
 
-    def forward(self, *inputs: torch.Tensor, **of_slice: Any) -> Any:
-        """Run the layer; with `context` and `past`, on a slice of sequences."""
+    def forward(self, *inputs: torch.Tensor) -> Any:
         begin, backward = time.perf_counter(), _Backward()
-        forward_s, input_s, share = self._of_slice(inputs[0], of_slice.get("context", 0))
         weights = {name: self.layer.get_parameter(name) for name in self._weight_s}
-        slow = {name: _Weight.apply(one, backward, share * self._weight_s[name]) for name, one in weights.items()}
+        slow = {name: _Weight.apply(one, backward, self._weight_s[name]) for name, one in weights.items()}
         has_gradient = any(one.requires_grad for one in inputs)
         if has_gradient:
-            inputs = _Enter.apply(backward, input_s, *inputs)
-        output, *state = made if isinstance(made := functional_call(self.layer, slow, inputs, of_slice), tuple) else (made,)
+            inputs = _Enter.apply(backward, self._input_s, *inputs)
+        output = functional_call(self.layer, slow, inputs)
         if has_gradient:
             output = _Leave.apply(backward, output)
-        sleep_until(begin + forward_s)
-        return (output, *state) if state else output
-
-    def _of_slice(self, x: torch.Tensor, context: int) -> tuple[float, float, float]:
-        """Return the seconds of a forward and of its first half of a backward, and the share of the positions."""
-        if self._length is None:
-            return self._forward_s, self._input_s, 1.0
-        end = context + x.shape[1]
-        share, squares = x.shape[1] / self._length, (end**2 - context**2) / self._length**2
-        both = zip((self._forward_s, self._input_s), self._squares)
-        forward_s, input_s = ((whole - square) * share + square * squares for whole, square in both)
-        return forward_s, input_s, share
+        sleep_until(begin + self._forward_s)
+        return output
 
 
 class _Backward:

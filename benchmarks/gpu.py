@@ -27,11 +27,14 @@ def event_mark() -> torch.cuda.Event:
 
 
 def device_us(call: Callable[[], object], device: torch.device | str) -> float | None:
-    """Microseconds that a call takes of the GPU when it follows another: the median, by events; None without a GPU."""
+    """Microseconds that a call takes of the GPU when it follows another; None without a GPU."""
     call()
     finish(device)
-    if not is_on_gpu(device):
-        return None
+    return 1e6 * seconds_of(call) if is_on_gpu(device) else None
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Seconds that a call takes of the current GPU when it follows another: the median of some, by events."""
     taken = []
     for _ in range(REPEATS):
         begin = event_mark()
@@ -39,5 +42,5 @@ def device_us(call: Callable[[], object], device: torch.device | str) -> float |
             call()
         end = event_mark()
         end.synchronize()
-        taken.append(1000 * begin.elapsed_time(end) / CALLS)
+        taken.append(begin.elapsed_time(end) / 1000 / CALLS)
     return median(taken)

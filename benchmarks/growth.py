@@ -5,21 +5,29 @@ A process measures one size, so that its memory is its own.
 
 from __future__ import annotations
 
-import json
 import resource
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
+from typing import NamedTuple
 
-from matplotlib.figure import Figure
-
-from benchmarks.study import Case, Claim, Row, Study
+from benchmarks.intervals import as_they_are
+from benchmarks.pictures import curves
+from benchmarks.study import Claim, Row, Study
 from bpipe.plan.action import POSTS
 from bpipe.schedules import Costs, Link, Plan, build, simulate
 
-WORKS = [(8, 64), (16, 128), (32, 256), (64, 512), (128, 1024), (256, 1024), (512, 2048), (1024, 2048)]
+
+class Work(NamedTuple):
+    """Ranks and microbatches."""
+
+    p: int
+    m: int
+
+
+WORKS = [Work(*one) for one in ((8, 64), (16, 128), (32, 256), (64, 512), (128, 1024), (256, 1024), (512, 2048), (1024, 2048))]
 COSTS = Costs(saved_bytes=1, output_bytes=1, link=Link(bytes_per_s=2.0))
 
 
@@ -58,43 +66,23 @@ def traffic(plan: Plan) -> dict[str, float]:
     }
 
 
-def measure(p: int, m: int) -> list[Row]:
+def measure(work: Work) -> list[Row]:
     """One size, in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.growth", str(p), str(m)]
-    return [json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)]
-
-
-def cases() -> list[Case]:
-    """All sizes."""
-    return [(f"p = {p}, m = {m}", partial(measure, p, m)) for p, m in WORKS]
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return [pool.submit(measured_here, *work).result()]
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """What bounds the growth."""
     largest = rows[-1]
     at = f"at p = {largest['p']}"
-    bounds = [
-        (f"messages a microbatch on the busiest rank, {at}", 6.0, largest["messages"]),
-        (f"share of the microbatches that the busiest rank evicts, {at}", 0.5, largest["moved"]),
-        (f"ranks that a rank exchanges messages with by its plan, {at}", 3.0, float(largest["peers"])),
-        (f"CPU time to plan an action, {at}, over that at p = 64", 2.0, largest["plan_us"] / rows[3]["plan_us"]),
+    of_planning = largest["plan_us"] / rows[3]["plan_us"]
+    return [
+        Claim.of(largest, "messages", f"messages a microbatch on the busiest rank, {at}", 6.0),
+        Claim.of(largest, "moved", f"share of the microbatches that the busiest rank evicts, {at}", 0.5),
+        Claim.of(largest, "peers", f"ranks that a rank exchanges messages with by its plan, {at}", 3.0),
+        Claim(f"CPU time to plan an action, {at}, over that at p = 64", 2.0, of_planning),
     ]
-    return [Claim(what=what, target=target, value=value, low=value, high=value) for what, target, value in bounds]
-
-
-def draw(rows: Sequence[Row]) -> Figure:
-    """Costs an action over the actions of a plan."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    time_axes, memory_axes = figure.subplots(1, 2, sharex=True)
-    actions = [row["actions"] for row in rows]
-    for key, name, marker in (("plan_us", "plan and prove", "o"), ("simulate_us", "simulate", "s")):
-        time_axes.semilogx(actions, [row[key] for row in rows], marker=marker, label=name)
-    time_axes.set(xlabel="actions of the plan", ylabel="CPU µs an action", ylim=(0, None))
-    time_axes.legend(frameon=False)
-    grown = [(row["actions"], row["bytes_an_action"]) for row in rows if row["bytes_an_action"]]
-    memory_axes.semilogx([size for size, _ in grown], [grew for _, grew in grown], "o-")
-    memory_axes.set(xlabel="actions of the plan", ylabel="bytes of the process an action", ylim=(0, None))
-    return figure
 
 
 STUDY = Study(
@@ -105,10 +93,10 @@ STUDY = Study(
         "rank starts or receives, for itself or for others. Memory is what the process grew by: of small plans nothing, which\n"
         "find room in what loading torch had taken."
     ),
-    cases=cases,
+    works=WORKS,
+    measure=measure,
     columns=[
-        ("p", "p", "d"),
-        ("m", "m", "d"),
+        *as_they_are("p", "m"),
         ("actions", "actions", ",d"),
         ("plan_us", "CPU µs to plan an action", ".1f"),
         ("simulate_us", "to simulate it", ".1f"),
@@ -119,8 +107,12 @@ STUDY = Study(
         ("peak_slots", "peak slots", "d"),
     ],
     claims=claims,
-    draw=draw,
+    draw=partial(
+        curves,
+        over="actions",
+        groups={
+            "CPU µs an action": {"plan_us": "plan and prove", "simulate_us": "simulate"},
+            "bytes of the process an action": {"bytes_an_action": "memory"},
+        },
+    ),
 )
-
-if __name__ == "__main__":
-    print(json.dumps(measured_here(*map(int, sys.argv[1:3]))))

@@ -1,13 +1,14 @@
-"""The median of alternating measurements, with the interval in which it lies."""
+"""The median of alternating measurements, with the interval in which it lies, as a row of results and its table have them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import comb
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LEVEL = 0.95
+ENDS = ("", "_low", "_high")  # behind a key, of the three numbers
 
 
 class Interval(NamedTuple):
@@ -16,6 +17,15 @@ class Interval(NamedTuple):
     median: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], key: str) -> Interval:
+        """What a row has under a key; a number without ends is exact."""
+        return cls(*(row.get(key + end, row[key]) for end in ENDS))
+
+    def named(self, key: str) -> dict[str, float]:
+        """What a row has of it, under a key."""
+        return {key + end: number for end, number in zip(ENDS, self, strict=True)}
 
 
 def interval(values: Sequence[float]) -> Interval:
@@ -38,3 +48,18 @@ def interval(values: Sequence[float]) -> Interval:
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
     """Ours over theirs, round by round."""
     return interval([one / other for one, other in zip(ours, theirs, strict=True)])
+
+
+def columns(key: str, heading: str, form: str = ".3f") -> list[tuple[str, str, str]]:
+    """The columns of an interval in a table."""
+    return [(key + end, text, form) for end, text in zip(ENDS, (heading, "from", "to"), strict=True)]
+
+
+def as_they_are(*keys: str) -> list[tuple[str, str, str]]:
+    """The columns of what a table shows under its own name."""
+    return [(key, key, "") for key in keys]
+
+
+def error_bars(found: Sequence[Interval]) -> list[list[float]]:
+    """How far the ends of intervals are from their medians, as matplotlib takes it."""
+    return [[one.median - one.low for one in found], [one.high - one.median for one in found]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from benchmarks.tables import table
 from bpipe.plan.action import SERVED
 from bpipe.plan.issue_order import issue_orders
 from bpipe.schedules import build
@@ -34,13 +35,13 @@ def cases(num_stages: int) -> dict[str, Costs]:
 
 
 def main() -> None:
-    print(f"| schedule | {' | '.join(cases(1))} |\n|---|{'---|' * len(cases(1))}")
+    rows = []
     for name, stages_per_rank in SCHEDULES.items():
         plan = build(name, RANKS * stages_per_rank, MICROBATCHES)
         issued = replace(plan, actions=tuple(tuple(a for a in order if a.op not in SERVED) for order in issue_orders(plan)))
         costs = cases(plan.num_stages).values()
-        ratios = [simulate(issued, one).makespan_s / simulate(plan, one).makespan_s for one in costs]
-        print(f"| {name} | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} |")
+        rows.append([name, *(f"{simulate(issued, one).makespan_s / simulate(plan, one).makespan_s:.3f}" for one in costs)])
+    print("\n".join(table(["schedule", *cases(1)], rows)))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Ranks are threads of some processes, and meet through a TCPStore; all else is what a pipeline does: real connections, a control
 thread for each rank, and the channels of a plan. CPU time is that of the processes, all ranks together, while nothing but
-agreements runs. So, where there are more ranks than cores, it has the switches between them, too. `alone_cpu_us` is that of a rank
-in a process of its own, whose links are played by another process. The last rank has a process of its own, too, which is killed.
+agreements runs. So, where there are more ranks than cores, it has the switches between them, too. The last rank has a process of
+its own, which is killed; `alone_cpu_us` is the CPU time of that process.
 """
 
 from __future__ import annotations
@@ -16,76 +16,66 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from matplotlib.figure import Figure
 
-from benchmarks.study import Case, Claim, Row, Study
+from benchmarks.intervals import as_they_are
+from benchmarks.pictures import curves
+from benchmarks.study import Claim, Row, Study
 from bpipe.comm.health.agreement import StepRecord
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.driver import ConnectedControlPlane
-from bpipe.comm.health.gather import Part
-from bpipe.comm.health.links import links, strides
+from bpipe.comm.health.links import links
 from bpipe.comm.health.watchdog import Timeouts
 from bpipe.comm.rendezvous.addresses import Address
 from bpipe.comm.rendezvous.local_door import open_local_links
 from bpipe.comm.rendezvous.meeting import meet_peers
 from bpipe.comm.rendezvous.peers import PeerConnection
-from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.comm.transport.connect import TOKEN_BYTES, open_connections
-from bpipe.comm.wire.frames import HEAD, Frame, Kind
 from bpipe.errors import AgreementError, CommError
 from bpipe.schedules import Purpose, build
 
-SIZES = (2, 8, 32, 128, 512)
 RANKS_A_PROCESS = 16  # so that threads of a process seldom wait for each other
-STEPS, ROUNDS, STEPS_ALONE = 10, 5, 300
-RECORD_BYTES = 450
+STEPS = 10
 TIMEOUTS = Timeouts(timeout_s=300.0, slow_s=300.0)
 HERE = [Address("127.0.0.1", socket.AF_INET)]
-LOOK_S = 0.01  # between two counts of sockets
-MANY = 128  # ranks: with more, fewer samples of failures
+WHY = "the ranks' and their control threads take turns on few cores, which the next line has not"
 
 Ends = Sequence[tuple[Purpose, tuple[int, int]]]  # of each channel
+
+
+class Work(NamedTuple):
+    """So many ranks, rounds of steps, and samples of each way to fail."""
+
+    p: int
+    num_rounds: int = 5
+    num_failures: int = 5
 
 
 def _refuse(why: str) -> None:
     raise AssertionError(f"all ranks are on this host, and yet two cannot share memory: {why}")
 
 
-class CountingStore:
-    """A store that counts what it is asked."""
-
-    host, port = "127.0.0.1", 1  # where the ranks are: any port tells the way
-
-    def __init__(self, store: Any) -> None:
-        self._store, self.num_requests = store, 0
-
-    def __getattr__(self, name: str) -> Any:
-        self.num_requests += 1
-        return getattr(self._store, name)
-
-
 class Rank:
     """A rank of a pipeline that agrees, and opens channels without sending anything."""
 
     def __init__(self, rank: int, size: int, store: Any, ends: Ends) -> None:
-        self._rank, self._size, self._store, self._ends = rank, size, CountingStore(store), ends
+        self._rank, self._size, self._store, self._ends = rank, size, store, ends
         self.failed_s = 0.0  # when it heard of a failure, or that a rank has left
 
     def meet(self) -> None:
         """Meet the ranks that this one is linked with."""
         to, began = links(self._rank, self._size), time.monotonic()
         peers = meet_peers(self._store, "key", self._rank, self._size, self._check_time(), links=to)
-        self.met_s, self.num_requests, self._reached = time.monotonic() - began, self._store.num_requests, peers.reached()
+        self.met_s, self._reached = time.monotonic() - began, peers.reached()
         self.plane = ConnectedControlPlane(peers.connections, self._rank, self._size, self._release, TIMEOUTS)
 
     def _check_time(self) -> Callable[[str], None]:
@@ -143,29 +133,11 @@ def num_sockets() -> int:
     return number
 
 
-@contextmanager
-def most_sockets(before: int) -> Iterator[list[int]]:
-    """Give the most sockets, but for so many, that this process has had open in this context, once it is over."""
-    found, is_over = [0], threading.Event()
-
-    def look() -> None:
-        while True:
-            found[0] = max(found[0], num_sockets() - before)
-            if is_over.wait(LOOK_S):
-                return
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    yield found
-    is_over.set()
-    thread.join()
-
-
 class Process:
     """Some ranks, each in a thread, which do what is asked for. The first ones have the store."""
 
     def __init__(self, which: range, size: int, ends: Ends, pipe: Connection) -> None:
-        self._which, self._pipe = which, pipe
+        self._pipe = pipe
         store = dist.TCPStore(
             "127.0.0.1", pipe.recv(), is_master=0 in which, wait_for_workers=False, timeout=timedelta(seconds=300)
         )
@@ -183,18 +155,17 @@ class Process:
     def _all(self, do: Callable[..., Any], *args: Any, **options: Any) -> None:
         list(self._pool.map(lambda rank: do(rank, *args, **options), self._ranks))
 
-    def meet(self) -> list[tuple[int, float]]:
+    def meet(self) -> list[float]:
         self._before = num_sockets()  # all processes have come to the store by now, which is here or elsewhere
         self._all(Rank.meet)
-        return [(rank.num_requests, rank.met_s) for rank in self._ranks]
+        return [rank.met_s for rank in self._ranks]
 
-    def connect(self) -> tuple[float, list[int]]:
-        """Sockets of a rank, at most while channels open, on the average, and of each rank afterwards."""
-        with most_sockets(self._before) as most:
-            self._all(Rank.connect)
+    def connect(self) -> list[int]:
+        """Sockets of each rank."""
+        self._all(Rank.connect)
         of_ranks = [rank.num_sockets for rank in self._ranks]
         assert sum(of_ranks) == num_sockets() - self._before, "a rank has sockets that are not counted"
-        return most[0] / len(self._ranks), of_ranks
+        return of_ranks
 
     def step(self, *, alternates: bool = False) -> tuple[float, float]:
         began, cpu_s = time.perf_counter(), time.process_time()
@@ -206,16 +177,16 @@ class Process:
 
     def count(self) -> Counter[str]:
         """What the ranks send in some steps."""
-        frames, send_packed = Counter[str](), PeerConnection.send_packed
+        sent, send_packed = list[int](), PeerConnection.send_packed  # a list, to which many threads may append at once
 
         def counting(peer: PeerConnection, data: bytes) -> bool:
-            frames.update(frames=1, bytes=len(data))
+            sent.append(len(data))
             return send_packed(peer, data)
 
         PeerConnection.send_packed = counting  # type: ignore[method-assign]
         self._all(Rank.step, STEPS)
         PeerConnection.send_packed = send_packed  # type: ignore[method-assign]
-        return frames
+        return Counter(frames=len(sent), bytes=sum(sent))
 
     def wait_for_failure(self) -> None:
         """Let the ranks take part in a call in the background."""
@@ -283,47 +254,6 @@ class Fleet:
             one.join()
 
 
-def rank_alone(size: int, ends: dict[int, socket.socket], pipe: Connection) -> None:
-    """Agree as rank 0, and give the CPU seconds of a step."""
-    peers = [PeerConnection(connection, rank, b"") for rank, connection in ends.items()]
-    plane, record = ConnectedControlPlane(peers, 0, size, lambda: None, TIMEOUTS), bytes(RECORD_BYTES)
-    plane.exchange(Collective.STEP, record)
-    began = time.process_time()
-    for _ in range(STEPS_ALONE):
-        plane.exchange(Collective.STEP, record)
-    pipe.send((time.process_time() - began) / STEPS_ALONE)
-
-
-def alone_cpu_s(size: int) -> float:
-    """Return the CPU seconds of a step of one rank, whose links send their message of a round once it has sent its own."""
-    ours, theirs = {}, {}
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        for rank in links(0, size):
-            ours[rank] = socket.create_connection(listener.getsockname())
-            theirs[rank], _ = listener.accept()
-            prepare(ours[rank])
-            prepare(theirs[rank])
-            theirs[rank].settimeout(TIMEOUTS.timeout_s)
-    mine, pipe = mp.Pipe()
-    process = mp.get_context("fork").Process(target=rank_alone, args=(size, theirs, pipe))
-    process.start()
-    for number in range(1, STEPS_ALONE + 2):
-        for of_round in strides(size):
-            for stride in of_round:
-                head = ours[stride].recv(HEAD.size, socket.MSG_WAITALL)
-                ours[stride].recv(HEAD.unpack(head)[3], socket.MSG_WAITALL)
-            num_known = min(of_round)
-            for stride in of_round:
-                told = {(rank - stride) % size: bytes(RECORD_BYTES) for rank in range(0, -num_known, -1)} if number == 1 else {}
-                ours[-stride % size].sendall(Frame(Kind.CALL, number, Part(Collective.STEP, number - 1, told).pack()).pack())
-    seconds = float(mine.recv())
-    process.kill()
-    process.join()
-    for connection in [*ours.values(), *theirs.values()]:
-        connection.close()
-    return seconds
-
-
 def ends_of(size: int) -> Ends:
     """The channels of balanced 1F1B."""
     return [(channel.purpose, (channel.src, channel.dst)) for channel in build("balanced_1f1b", size, size).channels()]
@@ -346,10 +276,16 @@ def failures(size: int, ends: Ends, how: str, number: int) -> list[float]:
     return told
 
 
-def measure(size: int, *, num_rounds: int = ROUNDS, num_failures: int | None = None) -> list[Row]:
-    """What `size` ranks cost, each on the average but where it says otherwise."""
+def agreement_of(what: str, rounds: Sequence[Sequence[tuple[float, float]]], size: int) -> dict[str, float]:
+    """The CPU time of a rank and the time of all for a step, from the seconds and CPU seconds of each round's processes."""
+    cpu_us = median(1e6 * sum(cpu_s for _, cpu_s in each) / size / STEPS for each in rounds)
+    return {f"{what}_cpu_us": cpu_us, f"{what}_ms": median(1e3 * max(took for took, _ in each) / STEPS for each in rounds)}
+
+
+def measure(work: Work) -> list[Row]:
+    """What some ranks cost, each on the average but where it says otherwise."""
+    size, num_rounds, num_failures = work
     ends, of_all = ends_of(size), size * STEPS
-    num_failures = num_failures or (5 if size <= MANY else 3)
     fleet = Fleet(size, ends)
     met = [each for of_process in fleet.do("meet") for each in of_process]
     fleet.do("step")
@@ -357,26 +293,22 @@ def measure(size: int, *, num_rounds: int = ROUNDS, num_failures: int | None = N
     rounds = [fleet.do("step") for _ in range(num_rounds)]
     alternating = [fleet.do("alternate") for _ in range(num_rounds)]
     sockets, allowed = fleet.do("connect"), allowed_sockets(size, ends)
-    of_ranks = [each for _, of_process in sockets for each in of_process]
+    of_ranks = [each for of_process in sockets for each in of_process]
     killed = [fleet.told_s("killed")]
     fleet.end()
     killed += failures(size, ends, "killed", num_failures - 1)
     closed = failures(size, ends, "closed", num_failures)
     row = {
         "ranks": size,
-        "alone_cpu_us": median(1e6 * alone_cpu_s(size) for _ in range(num_rounds)),
-        "agreement_cpu_us": median(1e6 * sum(cpu_s for _, cpu_s in each) / of_all for each in rounds),
-        "alternating_cpu_us": median(1e6 * sum(cpu_s for _, cpu_s in each) / of_all for each in alternating),
-        "agreement_ms": median(1e3 * max(took for took, _ in each) / STEPS for each in rounds),
-        "alternating_ms": median(1e3 * max(took for took, _ in each) / STEPS for each in alternating),
+        "alone_cpu_us": median(1e6 * each[-1][1] / STEPS for each in rounds),
+        **agreement_of("agreement", rounds, size),
+        **agreement_of("alternating", alternating, size),
         "frames": frames["frames"] / of_all,
         "bytes": frames["bytes"] / of_all,
         "sockets": max(of_ranks),
         "allowed_sockets": allowed[of_ranks.index(max(of_ranks))],
         "socket_share": max(one / other for one, other in zip(of_ranks, allowed, strict=True)),
-        "opening_sockets": max(most for most, _ in sockets),
-        "store_requests": sum(requests for requests, _ in met) / size,
-        "meeting_s": max(took for _, took in met),
+        "meeting_s": max(met),
         "killed_told_s": max(killed),
         "closed_told_s": max(closed),
         "num_failures": len(killed) + len(closed),
@@ -384,49 +316,19 @@ def measure(size: int, *, num_rounds: int = ROUNDS, num_failures: int | None = N
     return [{name: round(value, 4) for name, value in row.items()}]
 
 
-def cases() -> list[Case]:
-    """All sizes."""
-    return [(f"p = {size}", partial(measure, size)) for size in SIZES]
-
-
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """What hundreds of ranks may cost."""
     row = rows[-1]
     at = f"at p = {row['ranks']}"
-    bounds = [
-        (f"CPU ms of a rank for the agreement on a step, all ranks on this machine, {at}", 1.0, row["agreement_cpu_us"] / 1e3),
-        (f"the same for a rank by itself, {at}", 1.0, row["alone_cpu_us"] / 1e3),
-        (f"sockets of a rank, over 2 log2 p + 4 for each peer of its plan + 8, {at}", 1.0, row["socket_share"]),
-        (f"the same while channels open, on the average, {at}", 1.0, row["opening_sockets"] / row["allowed_sockets"]),
-        (f"seconds until the last rank is told of one that was killed, {at}", 1.0, row["killed_told_s"]),
-        (f"seconds until the last rank is told of one that has closed the pipeline, {at}", 1.0, row["closed_told_s"]),
-    ]
-    why = "the ranks' and their control threads take turns on few cores, which the next line has not"
-    whys = [why, *[""] * len(bounds)]
+    agreement = "CPU ms of a rank for the agreement on a step"
+    sockets = f"sockets of a rank, over 2 log2 p + 4 for each peer of its plan + 8, {at}"
     return [
-        Claim(what=what, target=target, value=value, low=value, high=value, why=why)
-        for (what, target, value), why in zip(bounds, whys)
+        Claim(f"{agreement}, all ranks on this machine, {at}", 1.0, row["agreement_cpu_us"] / 1e3, why=WHY),
+        Claim(f"the same for a rank by itself, {at}", 1.0, row["alone_cpu_us"] / 1e3),
+        Claim.of(row, "socket_share", sockets, 1.0),
+        Claim.of(row, "killed_told_s", f"seconds until the last rank is told of one that was killed, {at}", 1.0),
+        Claim.of(row, "closed_told_s", f"seconds until the last rank is told of one that has closed the pipeline, {at}", 1.0),
     ]
-
-
-def draw(rows: Sequence[Row]) -> Figure:
-    """CPU time of a step's agreement, and sockets, over the ranks."""
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    time_axes, socket_axes = figure.subplots(1, 2, sharex=True)
-    ranks = [row["ranks"] for row in rows]
-    for key, name, marker in (
-        ("alone_cpu_us", "a rank by itself", "o"),
-        ("agreement_cpu_us", "all ranks on two cores", "s"),
-        ("alternating_cpu_us", "the same, records change each step", "^"),
-    ):
-        time_axes.loglog(ranks, [row[key] for row in rows], marker=marker, label=name)
-    time_axes.set(xlabel="ranks", ylabel="CPU µs of a rank and step")
-    for key, name, marker in (("sockets", "most of a rank", "o"), ("opening_sockets", "while channels open, average", "s")):
-        socket_axes.semilogx(ranks, [row[key] for row in rows], marker=marker, label=name)
-    socket_axes.set(xlabel="ranks", ylabel="sockets of a rank", ylim=(0, None))
-    for axes in (time_axes, socket_axes):
-        axes.legend(frameon=False)
-    return figure
 
 
 STUDY = Study(
@@ -438,11 +340,13 @@ STUDY = Study(
         "or closes the pipeline while all others wait for it in a call. CPU time is that of the processes, over their ranks;\n"
         "sockets are those of the busiest rank, and their sum is what /proc/self/fd has; times of failures are the longest of all\n"
         "ranks and samples. In alternating steps, training and evaluation in turn, all records differ from those of the step\n"
-        "before, and every rank is told those of all others."
+        "before, and every rank is told those of all others. A rank by itself is the last one, whose process has no other rank;\n"
+        "the table below is from before 336000d, when the ranks that it talked to were played by another process."
     ),
-    cases=cases,
+    works=(Work(2), Work(8), Work(32), Work(128), Work(512, num_failures=3)),
+    measure=measure,
     columns=[
-        ("ranks", "ranks", "d"),
+        *as_they_are("ranks"),
         ("alone_cpu_us", "CPU µs of a rank and step, by itself", ".0f"),
         ("agreement_cpu_us", "all ranks here", ".0f"),
         ("alternating_cpu_us", "where records differ", ".0f"),
@@ -452,12 +356,21 @@ STUDY = Study(
         ("bytes", "bytes", ".0f"),
         ("sockets", "most sockets of a rank", "d"),
         ("allowed_sockets", "allowed", "d"),
-        ("opening_sockets", "while channels open, average", ".1f"),
-        ("store_requests", "store requests", ".0f"),
         ("meeting_s", "s to meet", ".2f"),
         ("killed_told_s", "s until all know of a killed rank", ".3f"),
         ("closed_told_s", "of a closed one", ".3f"),
     ],
     claims=claims,
-    draw=draw,
+    draw=partial(
+        curves,
+        over="ranks",
+        groups={
+            "CPU µs of a rank and step": {
+                "alone_cpu_us": "a rank by itself",
+                "agreement_cpu_us": "all ranks on two cores",
+                "alternating_cpu_us": "the same, records change each step",
+            },
+            "sockets of a rank": {"sockets": "most of a rank", "allowed_sockets": "allowed"},
+        },
+    ),
 )

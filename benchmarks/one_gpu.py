@@ -1,6 +1,6 @@
 """What one GPU shows: what evictions free, what they take and how much of it is hidden, with bf16 GPT blocks.
 
-All ranks of a loopback, or several processes, share the GPU: they compute in turns or beside each other, never p times as fast.
+All ranks of a loopback share the GPU: they compute in turns, never p times as fast.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from matplotlib.figure import Figure
 from torch import nn
 
 import bpipe
-from benchmarks.alternate import Taken, in_turns, step_seconds
+from benchmarks.alternate import Turns, in_turns
 from benchmarks.blocks import GPTBlock, Size
 from benchmarks.gpu import event_mark, finish, is_on_gpu
-from benchmarks.intervals import interval, ratios
+from benchmarks.intervals import as_they_are, columns, interval
 from benchmarks.one_eviction import alone
-from benchmarks.overlap import copies_and_kernels, overlapped, trace_of
-from benchmarks.study import Case, Claim, Row, Study
+from benchmarks.pictures import beside_one
+from benchmarks.study import Claim, Row, Study
 from bpipe.engine.run import Observer
 from bpipe.schedules import Destinations, Op
 from tests.ranks import run_ranks
@@ -41,7 +41,7 @@ class Work(NamedTuple):
     Args:
         p, m: ranks and microbatches.
         attention: "flash", or "materialised": the softmax of all pairs is saved.
-        to: where evictions go: to a "peer" of a loopback, which is a copy on the device, to the "host", or to a "process".
+        to: where evictions go: to a "peer" of the loopback, which is a copy on the device, or to the "host".
         size: of the block that is a stage.
         device: where all is.
         seconds: of alternating steps.
@@ -56,36 +56,28 @@ class Work(NamedTuple):
     seconds: float = 15.0
 
 
-WORKS = (
-    *(Work(8, 16, attention, to) for to in ("peer", "host") for attention in ("flash", "materialised")),
-    Work(4, 8, "flash", "process", Size(2048, 1024, 1)),
-)
+WORKS = tuple(Work(8, 16, attention, to) for to in ("peer", "host") for attention in ("flash", "materialised"))
 
 
 class Pipeline:
-    """The ranks of a pipeline that are in this process: all of a loopback, or one.
+    """All ranks of a pipeline, in a loopback.
 
     Args:
         work: the case.
         modules: the stage of each of them.
         batch: of a step.
         is_balanced: or plain 1F1B.
-        rank: of this process; None with a loopback.
     """
 
-    def __init__(
-        self, work: Work, modules: Sequence[nn.Module], batch: torch.Tensor, *, is_balanced: bool, rank: int | None
-    ) -> None:
-        loopback = bpipe.Loopback(work.p, own_random_state=False)
-        of_rank = [(index, loopback.rank(index)) for index in range(work.p)] if rank is None else [(rank, None)]
-        stages = [bpipe.PipelineStage(one, i, work.p, work.device, group) for one, (i, group) in zip(modules, of_rank)]
+    def __init__(self, work: Work, modules: Sequence[nn.Module], batch: torch.Tensor, *, is_balanced: bool) -> None:
+        self._loopback = bpipe.Loopback(work.p, own_random_state=False)
+        stages = [bpipe.PipelineStage(one, i, work.p, work.device, self._loopback.rank(i)) for i, one in enumerate(modules)]
         self.schedules = [_schedule(stage, work, is_balanced=is_balanced) for stage in stages]
-        self._run = partial(loopback.step, self.schedules) if rank is None else self.schedules[0].step
         self._modules, self._batch, self._device = modules, batch, work.device
 
     def step(self) -> None:
         """A step, all of it done when it returns. Gradients stay where they are, so that no step allocates them."""
-        self._run(self._batch, target=self._batch, return_outputs=False)
+        self._loopback.step(self.schedules, self._batch, target=self._batch, return_outputs=False)
         for module in self._modules:
             module.zero_grad(set_to_none=False)
         finish(self._device)
@@ -198,80 +190,47 @@ def exposed(pipeline: Pipeline, mark: Callable[[], Any]) -> dict[str, float]:
             pipeline.step()
         took = time.perf_counter() - began
         shares.append(max(one.seconds() for one in waits) / took)
-    return _with_ends("exposed", interval(shares))
+    return interval(shares).named("exposed")
 
 
-class OfProcess(NamedTuple):
-    """What a process measured."""
-
-    taken: dict[str, Taken]
-    evicted_bytes: float
-    figures: dict[str, float | None]
+def measure(work: Work) -> list[Row]:
+    """One case, in a process of its own; its figures that take a GPU are None without one."""
+    return run_ranks(in_one_process, 1, work, timeout_s=TIMEOUT_S)
 
 
-def in_one_process(_: int, work: Work) -> OfProcess:
-    """All of a case whose ranks share a process."""
+def in_one_process(_: int, work: Work) -> Row:
+    """All of a case."""
     torch.manual_seed(0)
-    figures = alone(*blocks(work, 1), batch_of(work, 1).requires_grad_(), to_host=work.to == "host")
+    figures: dict[str, Any] = dict.fromkeys(key for key, *_ in COLUMNS)
+    figures |= {"to": work.to, "attention": work.attention, "p": work.p, "m": work.m, **work.size._asdict()}
+    (stage,) = blocks(work, 1)
+    figures |= alone(stage, batch_of(work, 1).requires_grad_(), to_host=work.to == "host")
     modules, batch, pipelines = blocks(work, work.p), batch_of(work, work.m), {}
     for name in ("plain", "balanced"):  # bytes of the one are measured before the other has its buffers
-        pipeline = pipelines[name] = Pipeline(work, modules, batch, is_balanced=name == "balanced", rank=None)
+        pipeline = pipelines[name] = Pipeline(work, modules, batch, is_balanced=name == "balanced")
         for _ in range(2):
             pipeline.step()
         if is_on_gpu(work.device):
             found = {"gpu_mib": gpu_peak_mib(pipeline, work.device)}
             found |= bytes_of(pipeline, partial(torch.cuda.memory_allocated, work.device))
             figures |= found if name == "balanced" else {f"plain_{key}": found[key] for key in ("peak_mib", "gpu_mib")}
-    taken = in_turns({name: pipeline.step for name, pipeline in pipelines.items()}, seconds=work.seconds)
-    figures["overlapped"] = overlapped(*copies_and_kernels(trace_of(pipelines["balanced"].step)))
+    turns = Turns([in_turns({name: pipeline.step for name, pipeline in pipelines.items()}, seconds=work.seconds)])
     if is_on_gpu(work.device):
         figures |= exposed(pipelines["balanced"], event_mark)
-    return OfProcess(taken, sum(schedule.stats["evicted_bytes"] for schedule in pipelines["balanced"].schedules), figures)
-
-
-def in_a_process(rank: int, work: Work) -> OfProcess:
-    """One rank of a case that has a process for each."""
-    torch.manual_seed(rank)
-    how = work, blocks(work, 1), batch_of(work, work.m)
-    pipelines = {name: Pipeline(*how, is_balanced=name == "balanced", rank=rank) for name in ("plain", "balanced")}
-    for pipeline in [*pipelines.values()] * 2:
-        pipeline.step()
-    taken = in_turns({name: pipeline.step for name, pipeline in pipelines.items()}, seconds=work.seconds)
-    return OfProcess(taken, pipelines["balanced"].schedules[0].stats["evicted_bytes"], {})
-
-
-def measure(work: Work) -> list[Row]:
-    """One case; its figures that take a GPU are None without one."""
-    is_split = work.to == "process"
-    found = run_ranks(in_a_process if is_split else in_one_process, work.p if is_split else 1, work, timeout_s=TIMEOUT_S)
-    seconds = {name: step_seconds([process.taken[name] for process in found]) for name in ("plain", "balanced")}
-    return [
-        {
-            **dict.fromkeys(key for key, *_ in COLUMNS),
-            **{key: value for key, value in work._asdict().items() if key not in ("size", "device", "seconds")},
-            **work.size._asdict(),
-            **found[0].figures,
-            "num_rounds": len(seconds["plain"]),
-            "plain_ms": 1000 * median(seconds["plain"]),
-            "moved_mib": sum(process.evicted_bytes for process in found) / MIB,
-            **_with_ends("time", ratios(seconds["balanced"], seconds["plain"])),
-        }
-    ]
-
-
-def _with_ends(key: str, found: Sequence[float]) -> dict[str, float]:
-    return {f"{key}{end}": value for end, value in zip(("", "_low", "_high"), found)}
-
-
-def cases() -> list[Case]:
-    """All of them."""
-    return [(name_of(work._asdict()), partial(measure, work)) for work in WORKS]
+    plain_s = turns.seconds("plain")
+    return {
+        **figures,
+        "num_rounds": len(plain_s),
+        "plain_ms": 1000 * median(plain_s),
+        "moved_mib": sum(schedule.stats["evicted_bytes"] for schedule in pipelines["balanced"].schedules) / MIB,
+        **turns.time("balanced", "plain").named("time"),
+    }
 
 
 def name_of(row: Row) -> str:
     """A case in words."""
-    where = {"peer": "loopback, to a peer", "host": "loopback, to the host", "process": "processes over gloo"}[row["to"]]
-    return f"{where}, {row['attention']} attention, p = {row['p']}, m = {row['m']}"
+    where = {"peer": "to a peer", "host": "to the host"}[row["to"]]
+    return f"loopback, {where}, {row['attention']} attention, p = {row['p']}, m = {row['m']}"
 
 
 def needs() -> str:
@@ -288,48 +247,27 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         freed, peak = row["freed_mib"] / row["evicted_mib"], row["peak_mib"] / row["planned_mib"]
         name = name_of(row)
         found += [
-            Claim(what=f"freed over evicted bytes, {name}", target=1.0, value=freed, low=freed, high=freed, is_least=True),
-            Claim(what=f"allocated over planned peak, {name}", target=1.02, value=peak, low=peak, high=peak),
+            Claim(f"freed over evicted bytes, {name}", 1.0, freed, is_least=True),
+            Claim(f"allocated over planned peak, {name}", 1.02, peak),
         ]
         if row["evict_us"] < row["forward_us"]:
             found += [
-                _bounded(row, "exposed", f"share of the step that a rank stands still for evictions, {name}", 0.02),
-                _bounded(row, "time", f"step time of balanced over plain, {name}", 1.02),
+                Claim.of(row, "exposed", f"share of the step that a rank stands still for evictions, {name}", 0.02),
+                Claim.of(row, "time", f"step time of balanced over plain, {name}", 1.02),
             ]
     return found
 
 
-def _bounded(row: Row, key: str, what: str, target: float) -> Claim:
-    return Claim(what=what, target=target, value=row[key], low=row[f"{key}_low"], high=row[f"{key}_high"])
-
-
 def draw(rows: Sequence[Row]) -> Figure:
-    """Step times, and a forward beside an eviction."""
-    figure = Figure(figsize=(9, 0.5 * len(rows) + 1.2), layout="constrained")
-    time_axes, copy_axes = figure.subplots(1, 2, sharey=True)
-    places = [-index for index in range(len(rows))]
-    times = [row["time"] for row in rows]
-    errors = [[row["time"] - row["time_low"] for row in rows], [row["time_high"] - row["time"] for row in rows]]
-    time_axes.errorbar(times, places, xerr=errors, fmt="o")
-    time_axes.axvline(1.0, color="black", linewidth=0.8)
-    time_axes.set_yticks(places, [name_of(row) for row in rows], fontsize=8)
-    time_axes.set_xlabel("balanced step, over plain")
-    alone_rows = [(place, row) for place, row in zip(places, rows) if row["evict_us"] is not None]
-    for key, name, shift in (("forward_us", "a forward", 0.2), ("evict_us", "an eviction", -0.2)):
-        copy_axes.barh([place + shift for place, _ in alone_rows], [row[key] for _, row in alone_rows], height=0.35, label=name)
-    copy_axes.set_xlabel("µs on the GPU, by itself")
-    copy_axes.legend(fontsize=8)
-    return figure
+    """Step times, and evictions over forwards where both were timed."""
+    of_gpu = [{**row, "evict": row["evict_us"] and row["evict_us"] / row["forward_us"]} for row in rows]
+    titles = {"time": "balanced step, over plain", "evict": "an eviction by itself, over a forward"}
+    return beside_one(of_gpu, name_of, titles)
 
 
 COLUMNS = [
     ("to", "evicts to", ""),
-    ("attention", "attention", ""),
-    ("p", "p", "d"),
-    ("m", "m", "d"),
-    ("width", "width", "d"),
-    ("tokens", "tokens", "d"),
-    ("sequences", "sequences", "d"),
+    *as_they_are("attention", "p", "m", "width", "tokens", "sequences"),
     ("plain_peak_mib", "MiB of the fullest rank, plain", ",.0f"),
     ("peak_mib", "balanced", ",.0f"),
     ("planned_mib", "planned", ",.0f"),
@@ -341,33 +279,28 @@ COLUMNS = [
     ("forward_us", "µs of a forward", ",.0f"),
     ("evict_us", "of an eviction", ",.0f"),
     ("gb_s", "GB/s", ",.0f"),
-    ("overlapped", "copies beside kernels", ".2f"),
-    ("exposed", "exposed", ".4f"),
-    ("exposed_low", "from", ".4f"),
-    ("exposed_high", "to", ".4f"),
+    *columns("exposed", "exposed", ".4f"),
     ("num_rounds", "rounds", "d"),
     ("plain_ms", "ms of a plain step", ",.0f"),
-    ("time", "step time / plain", ".3f"),
-    ("time_low", "from", ".3f"),
-    ("time_high", "to", ".3f"),
+    *columns("time", "step time / plain"),
 ]
 
 STUDY = Study(
     name="one_gpu",
     title="One GPU",
     text=(
-        "A bf16 GPT block a stage; all ranks share one GPU, as a loopback in one process or as processes over gloo through\n"
-        "pinned memory, so that a step takes the compute of all ranks, and other ranks' kernels hide a copy too. Bytes are by\n"
-        "the allocator's statistics: the fullest rank's at the end of an action without what stays, as its own actions take and\n"
-        "give back; and what the whole GPU holds, remote activations of a loopback too, so that only the host takes from it. A\n"
-        "forward and an eviction are timed by themselves, with events. `copies beside kernels` is the share of the copies' time\n"
-        "in which a kernel ran, by the profiler; `exposed` that of the step for which the stream of a rank, the one that waits\n"
-        "longest, stood still for its evictions and loads, by events: what other ranks computed meanwhile is not taken off.\n"
-        "Between processes, the kernels of one do not run beside those of another, and gloo takes longer than a forward."
+        "A bf16 GPT block a stage; all ranks share one GPU, as a loopback in one process, so that a step takes the compute of all\n"
+        "ranks, and other ranks' kernels hide a copy too. Bytes are by the allocator's statistics: the fullest rank's at the end\n"
+        "of an action without what stays, as its own actions take and give back; and what the whole GPU holds, remote activations\n"
+        "too, so that only the host takes from it. A forward and an eviction are timed by themselves, with events. `exposed` is\n"
+        "the share of the step for which the stream of a rank, the one that waits longest, stood still for its evictions and\n"
+        "loads, by events: what other ranks computed meanwhile is not taken off."
     ),
-    cases=cases,
+    works=WORKS,
+    measure=measure,
     columns=COLUMNS,
     claims=claims,
     draw=draw,
+    name_of=name_of,
     needs=needs,
 )

@@ -7,6 +7,8 @@ from dataclasses import replace
 from functools import partial
 from itertools import accumulate, product
 from math import inf
+from operator import itemgetter
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -14,14 +16,14 @@ import torch.distributed as dist
 from matplotlib.figure import Figure
 
 import bpipe
-from benchmarks.alternate import Taken, in_turns, step_cpu_s, step_seconds
+from benchmarks.alternate import Taken, Turns, in_turns
 from benchmarks.device_layers import wake_in_time
-from benchmarks.intervals import interval, ratios
-from benchmarks.real_models import MODELS, WIDTH, WINDOW, Cut, Model
-from benchmarks.study import Case, Claim, Row, Study
+from benchmarks.intervals import Interval, as_they_are, columns, interval
+from benchmarks.pictures import points
+from benchmarks.real_models import MODELS, Cut, Model
+from benchmarks.study import Claim, Row, Study
 from bpipe.estimate.calibrate import calibrated
-from bpipe.estimate.slice_profile import costs_of_slices
-from bpipe.partition import LayerCost, choose_stages, slice_lengths
+from bpipe.partition import LayerCost, choose_stages
 from bpipe.partition.cut_search import even, pieces
 from bpipe.partition.layers import Chain
 from bpipe.schedules import Costs, Link, Plan, build, simulate
@@ -33,11 +35,11 @@ from bpipe.tools.balancing import sizes_of
 from tests.ranks import run_ranks
 
 P = 4
-SLICES = 2
 NAMED = {"1f1b": 1, "gpipe": 1, "zb_h1": 1, "interleaved_1f1b": 2, "zbv": 2, "v_half": 2}  # stages of a rank
 MADE_FROM = ("1f1b", "zb_h1", "interleaved_1f1b", "zbv")  # of whole backwards or of halves, with one stage a rank or with two
 BY = {"as it is": (False, False), "evicting": (True, False), "recomputing": (False, True), "both": (True, True)}
-BUDGETS = ("no", "yes")
+WITHIN = {"no": "without a budget", "yes": "within a budget"}
+BUDGETS = tuple(WITHIN)
 CHOSEN = "choose_plan"
 MOST_OVER_BEST, MOST_WRONG = 1.03, 1.10
 
@@ -78,7 +80,6 @@ class Candidate(NamedTuple):
         plan: it.
         cut: its stages.
         step_s: the predicted step.
-        lengths: of slices, in positions.
     """
 
     name: str
@@ -86,7 +87,6 @@ class Candidate(NamedTuple):
     plan: Plan
     cut: Cut
     step_s: float
-    lengths: tuple[int, ...] | None = None
 
 
 class Known(NamedTuple):
@@ -108,9 +108,7 @@ class Stages(NamedTuple):
         """These stages within a budget of each rank."""
         sizes = sizes_of(self.plan, self.costs, 1)
         last = replace(sizes.stages[-1], sent=self.result_bytes)
-        return Setting(
-            costs=self.costs, sizes=replace(sizes, stages=(*sizes.stages[:-1], last)), budgets=(budget,) * P, **ways
-        )
+        return Setting(costs=self.costs, sizes=replace(sizes, stages=(*sizes.stages[:-1], last)), budgets=(budget,) * P, **ways)
 
 
 def candidates(model: Model, known: Known, work: Work) -> list[Candidate]:
@@ -146,17 +144,7 @@ def cut_of(stages: Sequence[Sequence[str]]) -> Cut:
 
 def costs_of(known: Known, cut: Cut) -> Costs:
     """What the stages of a cut cost."""
-    chain = Chain(known.layers)
-    return Costs(
-        forward_s=[chain.forward_s(*piece) for piece in cut],
-        backward_s=[chain.backward_s(*piece) for piece in cut],
-        input_s=[chain.input_s(*piece) for piece in cut],
-        weight_s=[chain.weight_s(*piece) for piece in cut],
-        saved_bytes=[chain.saved_bytes(*piece) for piece in cut],
-        output_bytes=[chain.layers[end - 1].output_bytes for _, end in cut],
-        static_bytes=[chain.static_bytes(*piece) for piece in cut],
-        link=known.link,
-    )
+    return Chain(known.layers).costs(cut, link=known.link)
 
 
 def _free(cuts: dict[str, dict[str, Stages]]) -> Iterator[Candidate]:
@@ -200,7 +188,7 @@ def _chosen(model: Model, known: Known, work: Work, budget: int | None) -> Candi
         batch=rows * work.m,
         num_ranks=P,
         memory_bytes=budget,
-        reserved_bytes=0,
+        options=bpipe.Options(reserve_bytes=0),
         link=None if known.link.bytes_per_s == inf else known.link.bytes_per_s,
     )
     cut = cut_of(choice.stages)
@@ -224,42 +212,12 @@ def known_of(model: Model, rank: int, work: Work) -> Known:
     return Known(layers, _from_first(costs.link))
 
 
-def in_slices(model: Model, rank: int, known: Known, work: Work) -> list[Candidate]:
-    """Profile each stage in slices, on its rank, and return plans of slices of equal lengths and of equal cost. Collective."""
-    if model.positions is None:
-        return []
-    found = []
-    cut = cut_of(choose_stages(known.layers, P, work.m, schedule="seq_1f1b", slices=SLICES).stages)
-    (stage,) = model.stages(model.on_device(), cut, [rank], in_slices=True)
-    x, target = model.batch(1)
-    given = x if rank == 0 else torch.randn(*x.shape, WIDTH)
-    of_last = {"loss_fn": model.loss_fn, "target": target} if rank == P - 1 else {}
-    shortest = model.positions // (2 * SLICES)
-    lengths = [shortest, 2 * shortest, 3 * shortest]
-    profiles = _gathered(bpipe.profile_slices(stage, given, lengths, repeats=2 if work.is_short else 3, **of_last))
-    plan = build("seq_1f1b", P, work.m, slices=SLICES)
-    slowest = max(profiles, key=lambda profile: profile.seconds(model.positions, 0))
-    counts = {"num_stages": P, "num_microbatches": work.m, "num_slices": SLICES, "multiple_of": WINDOW}
-    by_cost = slice_lengths(model.positions, slowest.seconds, **counts)
-    for how, of_slices in (("even lengths", (2 * shortest,) * SLICES), ("lengths by cost", by_cost)):
-        costs = costs_of_slices(profiles, of_slices, costs_of(known, cut), plan)
-        found.append(Candidate(f"seq_1f1b, {how}", BUDGETS[0], plan, cut, simulate(plan, costs).makespan_s, of_slices))
-    return found
-
-
-def _gathered(value: Any) -> list[Any]:
-    everyone: list[Any] = [None] * P
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
 def schedule_of(model: Model, rank: int, one: Candidate) -> bpipe.Schedule:
     """A rank's end of a pipeline that runs a plan."""
     mine, skips = one.plan.stages_of(rank), model.stage_skips(one.cut)
-    modules = model.stages(model.on_device(), one.cut, mine, in_slices=one.plan.slices > 1)
+    modules = model.stages(one.cut, mine)
     stages = [bpipe.PipelineStage(module, index, len(one.cut), "cpu", skips=skips) for module, index in zip(modules, mine)]
-    lengths = None if one.lengths is None else [length / sum(one.lengths) for length in one.lengths]
-    return bpipe.FromPlan(stages, one.plan, loss_fn=model.loss_fn, slice_lengths=lengths)
+    return bpipe.FromPlan(stages, one.plan, loss_fn=model.loss_fn)
 
 
 def _from_first(value: Any) -> Any:
@@ -273,7 +231,7 @@ class OfRank(NamedTuple):
     """What a rank found out; for each candidate, its steps and its peak."""
 
     candidates: list[Candidate]
-    taken: list[Taken]
+    taken: dict[str, Taken]
     peaks: list[int]
 
 
@@ -284,8 +242,7 @@ def on_rank(rank: int, work: Work) -> OfRank:
     model = MODELS[work.model]
     model = replace(model, flops_per_s=work.speed * model.flops_per_s)
     known = known_of(model, rank, work)
-    sliced = in_slices(model, rank, known, work)
-    found: list[Candidate] = _from_first([*candidates(model, known, work), *sliced] if rank == 0 else None)
+    found: list[Candidate] = _from_first(candidates(model, known, work) if rank == 0 else None)
     x, target = model.batch(work.m)
     schedules = [schedule_of(model, rank, one) for one in found]
     steps = {str(index): partial(one.step, x, target=target, return_outputs=False) for index, one in enumerate(schedules)}
@@ -294,22 +251,20 @@ def on_rank(rank: int, work: Work) -> OfRank:
     for one in schedules:
         one.close()
     dist.barrier()
-    return OfRank(found, [taken[index] for index in steps], peaks)
+    return OfRank(found, taken, peaks)
 
 
 def measure(work: Work) -> list[Row]:
     """One model: a row for each candidate."""
     ranks: list[OfRank] = run_ranks(on_rank, P, work, timeout_s=1800.0)
-    found = ranks[0].candidates
-    steps = [[rank.taken[index] for rank in ranks] for index in range(len(found))]
-    seconds = [step_seconds(of_ranks) for of_ranks in steps]
+    found, turns = ranks[0].candidates, Turns(rank.taken for rank in ranks)
+    seconds = [turns.seconds(str(index)) for index in range(len(found))]
     rows = []
     for budget in BUDGETS:
         of = [index for index, one in enumerate(found) if one.budget == budget]
-        best = min(of, key=lambda index: interval(seconds[index]).median)
+        best = min(of, key=lambda index: median(seconds[index]))
         chosen = min(of, key=lambda index: found[index].step_s)
         for index in of:
-            over = ratios(seconds[index], seconds[best])
             predicted = interval([taken / found[index].step_s for taken in seconds[index]])
             rows.append(
                 {
@@ -319,27 +274,13 @@ def measure(work: Work) -> list[Row]:
                     "is_chosen": "chosen" if index == chosen else "",
                     "num_rounds": len(seconds[index]),
                     "predicted": found[index].step_s / found[chosen].step_s,
-                    "time": over.median,
-                    "time_low": over.low,
-                    "time_high": over.high,
-                    "over_predicted": predicted.median,
-                    "over_predicted_low": predicted.low,
-                    "over_predicted_high": predicted.high,
-                    "work": sum(step_cpu_s(steps[index])) / sum(seconds[index]) / P,
-                    "peak": _over_predicted([rank.peaks[index] for rank in ranks], found[index].plan),
+                    **turns.time(str(index), str(best)).named("time"),
+                    **predicted.named("over_predicted"),
+                    "work": sum(turns.cpu_s(str(index))) / sum(seconds[index]) / P,
+                    "peak": max(rank.peaks[index] for rank in ranks) / max(found[index].plan.device_peak_bytes),
                 }
             )
     return rows
-
-
-def _over_predicted(peaks: Sequence[int], plan: Plan) -> float | None:
-    """The fullest rank's peak over the predicted one; plans of slices count none here."""
-    return None if plan.sizes is None else max(peaks) / max(plan.device_peak_bytes)
-
-
-def cases() -> list[Case]:
-    """The three models."""
-    return [(name, partial(measure, Work(name))) for name in MODELS]
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
@@ -350,44 +291,33 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
     found = []
     for row in rows:
         if row["is_chosen"] or row["candidate"].startswith(CHOSEN):
-            at = f"{row['model']}, {'within a budget' if row['budget'] == 'yes' else 'without a budget'} ({row['candidate']})"
-            interval_of = {"value": row["time"], "low": row["time_low"], "high": row["time_high"]}
-            found.append(Claim(what=f"chosen over best, {at}", target=MOST_OVER_BEST, **interval_of))
-            found.append(Claim(what=f"measured or predicted over the other, {at}", target=MOST_WRONG, **wrong(row)))
+            at = f"{row['model']}, {WITHIN[row['budget']]} ({row['candidate']})"
+            found.append(Claim.of(row, "time", f"chosen over best, {at}", MOST_OVER_BEST))
+            found.append(Claim(f"measured or predicted over the other, {at}", MOST_WRONG, wrong(row)))
     for model in dict.fromkeys(row["model"] for row in rows):
-        worst = max((row for row in rows if row["model"] == model), key=lambda row: wrong(row)["value"])
+        worst = max((row for row in rows if row["model"] == model), key=lambda row: wrong(row).median)
         what = f"measured or predicted over the other, the worst of {model} ({worst['candidate']})"
-        found.append(Claim(what=what, target=MOST_WRONG, **wrong(worst)))
+        found.append(Claim(what, MOST_WRONG, wrong(worst)))
     return found
 
 
-def wrong(row: Row) -> dict[str, float]:
+def wrong(row: Row) -> Interval:
     """How many times the measured step is the predicted one, or the other way round, whichever is more, and its interval."""
-    numbers = [row["over_predicted"], row["over_predicted_low"], row["over_predicted_high"]]
-    value, *ends = numbers if numbers[0] >= 1 else [1 / number for number in numbers]
-    return {"value": value, "low": min(ends), "high": max(ends)}
+    found = Interval.of(row, "over_predicted")
+    return found if found.median >= 1 else Interval(1 / found.median, 1 / found.high, 1 / found.low)
 
 
 def draw(rows: Sequence[Row]) -> Figure:
     """Each candidate's measured step over its predicted one, in units of the chosen plan's: the diagonal is what was predicted."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(4.8 * len(models), 4.8), layout="constrained")
-    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models):
-        for budget, marker, colour in zip(BUDGETS, "os", ("#0072B2", "#D55E00")):
-            of = [row for row in rows if (row["model"], row["budget"]) == (model, budget)]
-            predicted, measured = [row["predicted"] for row in of], [row["time"] for row in of]
-            label = "within a budget" if budget == "yes" else "without a budget"
-            axes.plot(predicted, measured, marker, color=colour, alpha=0.7, label=label)
-            chosen = [row for row in of if row["is_chosen"]]
-            ringed = [row["predicted"] for row in chosen], [row["time"] for row in chosen]
-            axes.plot(*ringed, marker, color=colour, markersize=14, fillstyle="none")
-        most = max(row["predicted"] for row in rows if row["model"] == model)
-        axes.plot([1, most], [1, most], color="black", linewidth=0.8)
-        axes.set_title(model)
-        axes.set_xlabel("predicted step, over the chosen one's")
-        axes.set_ylabel("measured step, over the best one's")
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False)
+    figure = points(
+        rows,
+        itemgetter("model"),
+        lambda row: f"{row['is_chosen']} {WITHIN[row['budget']]}".strip(),
+        x=("predicted", "predicted step, over the chosen one's"),
+        y=("time", "measured step, over the best one's"),
+    )
+    for axes in figure.axes:
+        axes.axline((1.0, 1.0), slope=1.0, color="black", linewidth=0.8)
     return figure
 
 
@@ -400,27 +330,25 @@ STUDY = Study(
         "every third attends to all positions. Each layer computes really, forward and backward, and sleeps until a device that\n"
         "does 2 to 3 thousand million operations a second would be done with what torch's counter counts; `work` is the share\n"
         "of the time in which the ranks really compute. What is predicted comes from bpipe's own tools: `measure_layers` on one\n"
-        "rank, `profile_slices` for plans of two slices, and the link from a trace of 1F1B balanced by count. Cuts are by\n"
+        "rank, and the link from a trace of 1F1B balanced by count; plans of two slices were run up to 18a49c5. Cuts are by\n"
         "`choose_stages`, or into as many layers for each stage. There are named schedules and orders made to measure, without\n"
         "a budget and within one (65% of what 1F1B takes on its fullest rank, or 85% for the U-Net, which cannot recompute\n"
         "there), kept within it by evicting, recomputing or both, and what `choose_plan` chooses, which knows no skips.\n"
         "`chosen` has the shortest predicted step; all are run."
     ),
-    cases=cases,
+    works=list(map(Work, MODELS)),
+    measure=measure,
     columns=[
-        ("model", "model", ""),
-        ("budget", "budget", ""),
-        ("candidate", "candidate", ""),
+        *as_they_are("model", "budget", "candidate"),
         ("is_chosen", "", ""),
         ("num_rounds", "rounds", "d"),
         ("predicted", "predicted step / chosen", ".3f"),
-        ("time", "step / best", ".3f"),
-        ("time_low", "from", ".3f"),
-        ("time_high", "to", ".3f"),
+        *columns("time", "step / best"),
         ("over_predicted", "step / predicted", ".3f"),
         ("work", "work", ".3f"),
         ("peak", "peak / predicted", ".3f"),
     ],
     claims=claims,
     draw=draw,
+    name_of=itemgetter("model"),
 )

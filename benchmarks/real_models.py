@@ -12,13 +12,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import bpipe
+from benchmarks.blocks import GPTBlock, Size
 from benchmarks.device_layers import OnDevice
 from bpipe.partition import LayerCost
-from bpipe.slices import causal_attention
 
 Skips = Mapping[int, int]  # by a layer that makes a value: the later layer that uses it, beside the output of the one before
-
-Past = tuple[Any, ...] | None  # what the earlier slices of a sequence have left, or None if it is whole
 
 Cut = Sequence[tuple[int, int]]  # of each stage, its first layer and the one behind its last
 
@@ -34,8 +32,6 @@ class Model:
         flops_per_s: of the device: such that all real work is some tenth of its time.
         skips: between layers.
         budget_share: what each rank may hold, of what plain 1F1B takes on its fullest rank.
-        positions: of a sequence, if it may be cut into slices.
-        half: makes an input and a target of sequences of half the length.
     """
 
     name: str
@@ -45,26 +41,17 @@ class Model:
     flops_per_s: float
     skips: Skips = field(default_factory=dict)
     budget_share: float = 0.65
-    positions: int | None = None
-    half: Callable[[int], tuple[torch.Tensor, torch.Tensor]] | None = None
 
     def on_device(self) -> list[OnDevice]:
         """The layers, each on a device."""
-        return [OnDevice(layer, *costs) for layer, costs in zip(self.layers(), self.device_costs)]
+        return list(map(OnDevice, self.layers(), self.device_costs))
 
     @cached_property
-    def device_costs(self) -> list[tuple[Any, ...]]:
-        """What `OnDevice` takes for each layer."""
-        costs = self._counted(self.batch)
-        if self.half is None or self.positions is None:
-            return [(cost,) for cost in costs]
-        return [(cost, (self.positions, half)) for cost, half in zip(costs, self._counted(self.half))]
-
-    def _counted(self, batch: Callable[[int], tuple[torch.Tensor, torch.Tensor]]) -> tuple[LayerCost, ...]:
+    def device_costs(self) -> tuple[LayerCost, ...]:
         """What a device takes for each layer: its operations, counted on the meta device."""
         with torch.device("meta"):
             whole = Layers(self.layers(), self.skips)
-            x, target = batch(1)
+            x, target = self.batch(1)
         return bpipe.measure_layers(whole, x, loss_fn=self.loss_fn, target=target, flops_per_s=self.flops_per_s)
 
     def measured(self, *, repeats: int = 5) -> tuple[LayerCost, ...]:
@@ -73,10 +60,10 @@ class Model:
         whole = Layers(self.on_device(), self.skips)
         return bpipe.measure_layers(whole, x, loss_fn=self.loss_fn, target=target, bytes_per_parameter=8, repeats=repeats)
 
-    def stages(self, layers: Sequence[nn.Module], cut: Cut, stages: Sequence[int], *, in_slices: bool) -> list[nn.Module]:
-        """Some stages of a cut, of these layers."""
-        kind = InSlices if in_slices else Layers
-        return [kind(layers[slice(*cut[stage])], self.skips, cut[stage][0]) for stage in stages]
+    def stages(self, cut: Cut, stages: Sequence[int]) -> list[nn.Module]:
+        """Some stages of a cut, of new layers."""
+        layers = self.on_device()
+        return [Layers(layers[slice(*cut[stage])], self.skips, cut[stage][0]) for stage in stages]
 
     def stage_skips(self, cut: Cut) -> dict[str, tuple[int, int]]:
         """The skips between stages, as `PipelineStage` takes them."""
@@ -111,17 +98,6 @@ class Layers(nn.Module):
         return (x, kept) if kept else x
 
 
-class InSlices(Layers):
-    """The same, which takes sequences in slices; its state are the number of positions and what each layer leaves."""
-
-    def forward(self, x: torch.Tensor, past: tuple[Any, ...] = ()) -> Any:
-        states, num_positions, context = [], x.shape[1], sum(number for number, _ in past)
-        for place, layer in enumerate(self.layers):
-            x, state = layer(x, context=context, past=tuple(of_layers[place] for _, of_layers in past))
-            states.append(state)
-        return x, (num_positions, states)
-
-
 class Words(nn.Module):
     """Words and positions, as vectors."""
 
@@ -129,35 +105,22 @@ class Words(nn.Module):
         super().__init__()
         self.words, self.places = nn.Embedding(num_words, width), nn.Embedding(length, width)
 
-    def forward(self, x: torch.Tensor, context: int = 0, past: Past = None) -> Any:
-        y = self.words(x) + self.places.weight[context : context + x.shape[1]]
-        return y if past is None else (y, None)
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.words(x) + self.places.weight
 
 
-class Block(nn.Module):
+class Block(GPTBlock):
     """A transformer block, whose attention goes back so many positions, or to the beginning."""
 
     def __init__(self, width: int, reach: int | None = None) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        super().__init__(Size(width, 0, 0), "any")
         self._reach = reach
 
-    def forward(self, x: torch.Tensor, context: int = 0, past: Past = None) -> Any:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
-        state = None if self._reach is not None else (k, v)
-        if self._reach is None and past is not None:
-            y = causal_attention(q, k, v, past)
-        else:
-            if self._reach is not None:  # windows one beside the other
-                q, k, v = (one.unflatten(2, (-1, self._reach)).transpose(1, 2).flatten(0, 1) for one in (q, k, v))
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            if self._reach is not None:
-                y = y.unflatten(0, (x.shape[0], -1)).transpose(1, 2).flatten(2, 3)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        x = x + self.down(F.gelu(self.up(self.norm2(x))))
-        return x if past is None else (x, state)
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self._reach is None:
+            return super()._attend(q, k, v)
+        windows = [one.unflatten(2, (-1, self._reach)).transpose(1, 2).flatten(0, 1) for one in (q, k, v)]  # one beside the other
+        return super()._attend(*windows).unflatten(0, (len(q), -1)).transpose(1, 2).flatten(2, 3)
 
 
 class Head(nn.Module):
@@ -167,9 +130,8 @@ class Head(nn.Module):
         super().__init__()
         self.norm, self.words = nn.LayerNorm(width), nn.Linear(width, num_words, bias=False)
 
-    def forward(self, x: torch.Tensor, context: int = 0, past: Past = None) -> Any:
-        scores = self.words(self.norm(x))
-        return scores if past is None else (scores, None)
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.words(self.norm(x))
 
 
 def of_words(scores: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -190,13 +152,10 @@ def vocabulary(num_blocks: int = 14, width: int = 64, num_words: int = 4096) -> 
     return [Words(num_words, width, 64), *(Block(width) for _ in range(num_blocks)), Head(num_words, width)]
 
 
-WIDTH, WINDOW = 32, 24  # of long context
-
-
-def context(num_blocks: int = 15, width: int = WIDTH, length: int = 384) -> list[nn.Module]:
+def context(num_blocks: int = 15, width: int = 32, length: int = 384, window: int = 24) -> list[nn.Module]:
     """A language model with long sequences: of three blocks one attends to all positions, and the others to some."""
     torch.manual_seed(0)
-    blocks = (Block(width, None if place % 3 == 2 else WINDOW) for place in range(num_blocks))
+    blocks = (Block(width, None if place % 3 == 2 else window) for place in range(num_blocks))
     return [Words(256, width, length), *blocks, Head(256, width)]
 
 
@@ -243,9 +202,7 @@ def images(num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
 MODELS = {
     model.name: model
     for model in (
-        Model(
-            name="large vocabulary", layers=vocabulary, batch=partial(words, 4096, 64, 2), loss_fn=of_words, flops_per_s=2e9
-        ),
+        Model(name="large vocabulary", layers=vocabulary, batch=partial(words, 4096, 64, 2), loss_fn=of_words, flops_per_s=2e9),
         Model(
             name="U-Net with skips",
             layers=unet,
@@ -261,8 +218,6 @@ MODELS = {
             batch=partial(words, 256, 384, 1),
             loss_fn=of_words,
             flops_per_s=2e9,
-            positions=384,
-            half=partial(words, 256, 192, 1),
         ),
     )
 }

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from matplotlib.figure import Figure
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import bpipe
-from benchmarks.alternate import Step, Taken, in_turns, peak_bytes, step_seconds
+from benchmarks.alternate import Step, Taken, Turns, in_turns, peak_bytes
 from benchmarks.blocks import Size, block
-from benchmarks.intervals import ratios
-from benchmarks.study import Case, Claim, Row, Study
+from benchmarks.intervals import as_they_are, columns
+from benchmarks.pictures import points
+from benchmarks.study import Claim, Row, Study
 from bpipe.passes.balance.balance import default_slots
 from bpipe.schedules import Destinations
 from tests.ranks import run_ranks
@@ -28,18 +28,6 @@ SECONDS = {"sleeping": 60.0, "real": 45.0}  # of alternating steps
 REAL = Size(256, 64, 2)
 RIVAL = {4: 1.08, 8: 1.13}  # what recomputing over the cap was expected to take, over balanced
 WHY = "bpipe recomputes ahead, while a rank waits for the gradient, and as few as the plan needs (NOTES.md)"
-
-
-class Part(NamedTuple):
-    """How much of a stage's work on one microbatch one module does.
-
-    Args:
-        share: of the stage; two stages a rank have half each.
-        rows: of the microbatch; half of them in a microbatch of half the size.
-    """
-
-    share: float = 1.0
-    rows: float = 1.0
 
 
 class Wrapped(nn.Module):
@@ -80,10 +68,10 @@ class Work(NamedTuple):
     m: int
     stages: str
 
-    def module(self, part: Part) -> nn.Module:
+    def module(self, way: Way) -> nn.Module:
         if self.stages == "real":
-            return nn.Sequential(*(block(REAL) for _ in range(round(2 * part.share))))
-        return Sleeper(FORWARD_S * part.share * part.rows, int(SAVED_BYTES * part.share * part.rows))
+            return nn.Sequential(*(block(REAL) for _ in range(round(2 * way.share))))
+        return Sleeper(FORWARD_S * way.share * way.rows, int(SAVED_BYTES * way.share * way.rows))
 
     def batch(self) -> torch.Tensor:
         return torch.randn(self.m * REAL.sequences, REAL.tokens, REAL.width) if self.stages == "real" else torch.ones(2 * self.m, 8)
@@ -94,7 +82,8 @@ class Way(NamedTuple):
 
     Args:
         schedule: makes it from a rank's stages, m and a loss.
-        part: what each module does.
+        share: of a stage's work that each module does; two stages a rank have half each.
+        rows: of the microbatch that it does at once; half of them in a microbatch of half the size.
         run: how ranks that hold more microbatches than the cap run their stage.
         on_all: whether all ranks do.
         is_split: whether it runs backwards in halves, which a stage that sleeps in a Function of its own has not.
@@ -103,7 +92,8 @@ class Way(NamedTuple):
     """
 
     schedule: Callable[..., Any] = bpipe.OneFOneB
-    part: Part = Part()
+    share: float = 1.0
+    rows: float = 1.0
     run: Callable[[nn.Module, torch.Tensor], torch.Tensor] | None = None
     on_all: bool = False
     is_partial: bool = False
@@ -115,17 +105,18 @@ def balanced(**options: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: bpipe.Balanced(bpipe.OneFOneB(*args, **kwargs), None, **options)
 
 
+PLAIN, OURS = "1F1B, no cap", "bpipe: evict to peers"
 WAYS: dict[str, Way] = {
-    "1F1B, no cap": Way(),
-    "bpipe: evict to peers": Way(bpipe.BalancedOneFOneB),
+    PLAIN: Way(),
+    OURS: Way(bpipe.BalancedOneFOneB),
     "bpipe: evict to the host": Way(balanced(to=Destinations(host="only"))),
     "bpipe: recompute over the cap": Way(balanced(by="recompute")),
     "recompute over the cap (checkpoint)": Way(run=recomputed, is_partial=True),
     "recompute on early stages": Way(run=recomputed),
     "recompute everything": Way(run=recomputed, on_all=True),
     "offload everything (as save_on_cpu)": Way(run=offloaded, on_all=True),
-    "half the microbatch": Way(part=Part(rows=0.5)),
-    "V-Half": Way(bpipe.VHalf, Part(share=0.5), is_split=True),
+    "half the microbatch": Way(rows=0.5),
+    "V-Half": Way(bpipe.VHalf, share=0.5, is_split=True),
 }
 
 
@@ -139,9 +130,9 @@ class Pipeline:
 
     def __init__(self, rank: int, work: Work, way: Way) -> None:
         torch.manual_seed(rank)
-        m = round(work.m / way.part.rows)
-        indices = [rank] if way.part.share == 1 else [rank, 2 * work.p - 1 - rank]
-        modules = [work.module(way.part) for _ in indices]
+        m = round(work.m / way.rows)
+        indices = [rank] if way.share == 1 else [rank, 2 * work.p - 1 - rank]
+        modules = [work.module(way) for _ in indices]
         if way.run is not None and (way.on_all or work.p - rank > default_slots(work.p)):
             usual = default_slots(work.p) - 1 if way.is_partial else 0
             modules = [Wrapped(module, way.run, work.p - rank, usual) for module in modules]
@@ -169,99 +160,54 @@ class OfRank(NamedTuple):
 
 def on_rank(rank: int, work: Work) -> OfRank:
     """All measurements of a case."""
-    peaks, steps = {}, {}
-    for name, way in ways(work).items():
-        made: list[Pipeline] = []
+    pipelines: dict[str, Pipeline] = {}
 
-        def make(way: Way = way, made: list[Pipeline] = made) -> Step:
-            made.append(Pipeline(rank, work, way))
-            return made[0].step
+    def make(name: str) -> Step:
+        pipelines[name] = Pipeline(rank, work, WAYS[name])
+        return pipelines[name].step
 
-        peaks[name] = peak_bytes(make, lambda: None) + made[0].remote_buffer_bytes
-        steps[name] = made[0].step
-    taken = in_turns(steps, seconds=SECONDS[work.stages])
-    dist.barrier()
+    peaks = {name: peak_bytes(partial(make, name)) + pipelines[name].remote_buffer_bytes for name in ways(work)}
+    taken = in_turns({name: one.step for name, one in pipelines.items()}, seconds=SECONDS[work.stages])
     return OfRank(taken, peaks)
 
 
 def measure(work: Work) -> list[Row]:
     """One case: a row for each way."""
     ranks = run_ranks(on_rank, work.p, work, timeout_s=600.0)
-    seconds = {name: step_seconds([rank.taken[name] for rank in ranks]) for name in ways(work)}
-    rows = []
-    for name in ways(work):
-        ratio = ratios(seconds[name], seconds["1F1B, no cap"])
-        speed = ratios(seconds[name], seconds["bpipe: evict to peers"])
-        peaks = [rank.peaks[name] for rank in ranks]
-        rows.append(
-            {
-                **work._asdict(),
-                "way": name,
-                "num_rounds": len(seconds[name]),
-                "time": ratio.median,
-                "time_low": ratio.low,
-                "time_high": ratio.high,
-                "over_ours": speed.median,
-                "over_ours_low": speed.low,
-                "over_ours_high": speed.high,
-                "peak_bytes": peaks,
-                "peak": max(peaks) / max(ranks[rank].peaks["1F1B, no cap"] for rank in range(work.p)),
-            }
-        )
-    return rows
-
-
-def cases() -> list[Case]:
-    """Four and eight ranks that sleep, four that compute."""
-    works = [Work(4, 12, "sleeping"), Work(8, 24, "sleeping"), Work(4, 12, "real")]
-    return [(f"p = {work.p}, {work.stages} stages", partial(measure, work)) for work in works]
+    turns, peaks = Turns(rank.taken for rank in ranks), {name: [rank.peaks[name] for rank in ranks] for name in ways(work)}
+    return [
+        {
+            **work._asdict(),
+            "way": name,
+            "num_rounds": len(turns.seconds(name)),
+            **turns.time(name, PLAIN).named("time"),
+            **turns.time(name, OURS).named("over_ours"),
+            "peak_bytes": peaks[name],
+            "peak": max(peaks[name]) / max(peaks[PLAIN]),
+        }
+        for name in ways(work)
+    ]
 
 
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """Of the stages that sleep: balanced beside plain, and what is over the cap beside it."""
     found = []
-    for row in rows:
-        at = f"p = {row['p']}, m = {row['m']}, stages that sleep"
-        if row["stages"] != "sleeping":
-            continue
-        if row["way"] == "bpipe: evict to peers":
-            found.append(_claim(f"balanced over plain 1F1B, {at}", 1.01, row, "time"))
-        if "recompute over the cap" in row["way"]:
-            who = "bpipe's own plan" if row["way"].startswith("bpipe") else "checkpoint, as Megatron-LM"
-            why = WHY if row["way"].startswith("bpipe") else ""
-            found.append(_claim(f"recomputing over the cap ({who}), over balanced, {at}", RIVAL[row["p"]], row, "over_ours", why))
-        if row["way"] == "recompute everything":
-            found.append(_claim(f"recomputing everything, over balanced, {at}", 1.30, row, "over_ours"))
+    for row in (row for row in rows if row["stages"] == "sleeping"):
+        way, at = row["way"], f"p = {row['p']}, m = {row['m']}, stages that sleep"
+        rival = partial(Claim.of, row, "over_ours", is_least=True)
+        if way == OURS:
+            found.append(Claim.of(row, "time", f"balanced over plain 1F1B, {at}", 1.01))
+        if "recompute over the cap" in way:
+            who, why = ("bpipe's own plan", WHY) if way.startswith("bpipe") else ("checkpoint, as Megatron-LM", "")
+            found.append(rival(f"recomputing over the cap ({who}), over balanced, {at}", RIVAL[row["p"]], why=why))
+        if way == "recompute everything":
+            found.append(rival(f"recomputing everything, over balanced, {at}", 1.30))
     return found
 
 
-def _claim(what: str, target: float, row: Row, key: str, why: str = "") -> Claim:
-    low, high = row[f"{key}_low"], row[f"{key}_high"]
-    return Claim(what=what, target=target, value=row[key], low=low, high=high, is_least=key == "over_ours", why=why)
-
-
-def draw(rows: Sequence[Row]) -> Figure:
-    """Time over peak, both over plain 1F1B's: lower left is better."""
-    works = list(dict.fromkeys((row["p"], row["m"], row["stages"]) for row in rows))
-    figure = Figure(figsize=(5.2 * len(works), 5), layout="constrained")
-    axes = figure.subplots(1, len(works), squeeze=False)[0]
-    names = list(dict.fromkeys(row["way"] for row in rows))
-    for axis, work in zip(axes, works):
-        for row in rows:
-            if (row["p"], row["m"], row["stages"]) != work:
-                continue
-            index, is_ours = names.index(row["way"]), row["way"].startswith("bpipe")
-            errors = [[row["time"] - row["time_low"]], [row["time_high"] - row["time"]]]
-            style = {"color": f"C{index}", "marker": "o" if is_ours else "s", "markersize": 9 if is_ours else 6}
-            axis.errorbar(row["peak"], row["time"], yerr=errors, label=row["way"], linestyle="none", **style)
-        axis.set_title(f"p = {work[0]}, m = {work[1]}, {work[2]} stages")
-        axis.set_xlabel("peak bytes of the fullest rank, over plain 1F1B's")
-        axis.set_xlim(left=0)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("step time, over plain 1F1B's")
-    shown = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=4, fontsize=9)
-    return figure
+def name_of(row: Row) -> str:
+    """A case in words."""
+    return f"p = {row['p']}, m = {row['m']}, {row['stages']} stages"
 
 
 STUDY = Study(
@@ -278,21 +224,22 @@ STUDY = Study(
         "runs: bpipe's own recomputation has one microbatch more at its peak than with real stages. And half a microbatch takes\n"
         "it half the time, which no kernel does."
     ),
-    cases=cases,
+    works=[Work(4, 12, "sleeping"), Work(8, 24, "sleeping"), Work(4, 12, "real")],  # which compute
+    measure=measure,
     columns=[
-        ("p", "p", "d"),
-        ("m", "m", "d"),
-        ("stages", "stages", ""),
-        ("way", "way", ""),
+        *as_they_are("p", "m", "stages", "way"),
         ("num_rounds", "rounds", "d"),
-        ("time", "step time / plain 1F1B", ".3f"),
-        ("time_low", "from", ".3f"),
-        ("time_high", "to", ".3f"),
-        ("over_ours", "step time / balanced", ".3f"),
-        ("over_ours_low", "from", ".3f"),
-        ("over_ours_high", "to", ".3f"),
+        *columns("time", "step time / plain 1F1B"),
+        *columns("over_ours", "step time / balanced"),
         ("peak", "peak / plain 1F1B", ".3f"),
     ],
     claims=claims,
-    draw=draw,
+    draw=partial(
+        points,
+        panel_of=name_of,
+        kind_of=itemgetter("way"),
+        x=("peak", "peak bytes of the fullest rank, over plain 1F1B's"),
+        y=("time", "step time, over plain 1F1B's"),
+    ),
+    name_of=name_of,
 )

@@ -14,21 +14,21 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from functools import partial
 from math import inf
+from operator import itemgetter
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from benchmarks.study import RESULTS, Case, Claim, Row, Study
+from benchmarks.study import RESULTS, Claim, Row, Study
 from bpipe.search.bounds import lower_bound_s
 from bpipe.search.exact import exact
 from bpipe.search.fastest import searched
 from bpipe.search.within import kept_within
-from bpipe.search.work import Family, Work
+from bpipe.search.work import Family
 from bpipe.verifier.proof import verify
 from tests.schedules.replay import occupied_bytes, replay
 from tests.search.tables import Table
@@ -84,13 +84,12 @@ def solved(index: int) -> list[Row]:
     rows = []
     for name, family in zip(FAMILIES, table.families(sends=False)):
         orders_only = replace(family, setting=replace(family.setting, evicts=False, recomputes=False))
-        work = Work(orders_only)
         limits = [1000 * table.budget] * table.num_ranks
         best = searched([orders_only], effort=EFFORT)[0]
         assert best.kept is not None, "one microbatch after the other always fits"
-        first = work.shop.numbered(work.setting.order_of(best.kept.plan))
-        proven = exact(work.shop, limits, first, seconds=EXACT_S)
-        least_s = max(proven.least_s, lower_bound_s(work.shop, limits))
+        first = orders_only.shop.numbered(orders_only.setting.order_of(best.kept.plan))
+        proven = exact(orders_only.shop, limits, first, seconds=EXACT_S)
+        least_s = max(proven.least_s, lower_bound_s(orders_only.shop, limits))
         rows.append(
             {
                 "index": index,
@@ -137,11 +136,20 @@ def extend(path: Path, measure: Callable[[int], list[Row]], indices: Iterable[in
                 print(path.name, index, *(f"{key}={value}" for row in rows for key, value in list(row.items())[1:]), flush=True)
 
 
-def summary(path: Path, measure: Callable[[int], list[Row]], told: Callable[[list[dict[str, str]]], list[Row]]) -> list[Row]:
+class Kind(NamedTuple):
+    """A kind of tables: where they are kept, what measures one, and what sums them up."""
+
+    name: str
+    path: Path
+    measure: Callable[[int], list[Row]]
+    told: Callable[[list[dict[str, str]]], list[Row]]
+
+
+def summary(kind: Kind) -> list[Row]:
     """Measure as many tables as there are already, or as many as a short study has, and sum them up."""
-    number = max((int(row["index"]) + 1 for row in known(path)), default=NUMBERS[path])
-    extend(path, measure, range(number))
-    return told(known(path))
+    number = max((int(row["index"]) + 1 for row in known(kind.path)), default=NUMBERS[kind.path])
+    extend(kind.path, kind.measure, range(number))
+    return kind.told(known(kind.path))
 
 
 def of_tables(rows: Sequence[dict[str, str]]) -> list[Row]:
@@ -188,28 +196,16 @@ def _near(name: str, rows: Sequence[dict[str, str]]) -> Row:
     }
 
 
-def cases() -> list[Case]:
-    """The random tables, and the small ones."""
-    return [
-        ("random tables", partial(summary, TABLES, measured, of_tables)),
-        ("small tables, exactly", partial(summary, SMALL, solved, of_small)),
-    ]
-
-
 def claims(rows: Sequence[Row]) -> list[Claim]:
     """What has to hold."""
     by_name = {row["what"]: row for row in rows}
     every, small = by_name["all"], by_name["exactly: all"]
-    number, num_small, num_proven = every["cases"], small["cases"], small["proven"]
-    what: list[tuple[str, float, float, bool]] = [
-        (f"tables of {number} where the plan is slower than the best named one within the budget", 0, every["worse"], False),
-        (f"plans of {number} whose memory an independent replay does not confirm", 0, every["unlike"], False),
-        (f"share of {num_small} small problems within 5% of the exact solver's order", 0.95, small["near"], True),
-        (f"share of the {num_proven} where that is proven to be the fastest", 0.95, small["near_proven"], True),
-    ]
+    number, at_least = every["cases"], {"target": 0.95, "is_least": True}
     return [
-        Claim(what=text, target=target, value=value, low=value, high=value, is_least=is_least)
-        for text, target, value, is_least in what
+        Claim.of(every, "worse", f"tables of {number} where the plan is slower than the best named one within the budget", 0),
+        Claim.of(every, "unlike", f"plans of {number} whose memory an independent replay does not confirm", 0),
+        Claim.of(small, "near", f"share of {small['cases']} small problems within 5% of the exact solver's order", **at_least),
+        Claim.of(small, "near_proven", f"share of the {small['proven']} where that is proven to be the fastest", **at_least),
     ]
 
 
@@ -236,7 +232,8 @@ STUDY = Study(
         f"within {EXACT_S:.0f} s; there nothing moves, and messages take no memory. `search_tables.csv` and `search_exact.csv`\n"
         "have each case; `.venv/bin/python -m benchmarks.search_study 1000 60` adds more of them, about an hour on one core."
     ),
-    cases=cases,
+    works=(Kind("random tables", TABLES, measured, of_tables), Kind("small tables, exactly", SMALL, solved, of_small)),
+    measure=summary,
     columns=(
         ("what", "", ""),
         ("cases", "cases", "d"),
@@ -255,6 +252,7 @@ STUDY = Study(
     ),
     claims=claims,
     draw=draw,
+    name_of=itemgetter("name"),
 )
 
 

@@ -2,30 +2,22 @@
 
 A backward takes two forwards; tx is one eviction, or one load, in forwards. Writes benchmarks/results/transfer_times.csv.
 
-    .venv/bin/python benchmarks/transfer_times.py
+    .venv/bin/python -m benchmarks.transfer_times
 """
 
 from __future__ import annotations
 
-import csv
-from pathlib import Path
-
+from benchmarks.study import write_csv
 from bpipe.schedules import Costs, Link, build, simulate
 
-RESULTS = Path(__file__).parent / "results"
 TIMES = (0.5, 1.0, 1.25, 1.5, 2.0, 3.0)
 
 
 def main() -> None:
     """Simulate every size with every transfer time."""
-    RESULTS.mkdir(exist_ok=True)
-    with (RESULTS / "transfer_times.csv").open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["stages", "microbatches", *(f"tx={tx}" for tx in TIMES)])
-        for p in range(4, 33):
-            for m in (2 * p, 4 * p):
-                writer.writerow([p, m, *ratios(p, m)])
-            print(f"p = {p} done", flush=True)
+    sizes = [(p, m) for p in range(4, 33) for m in (2 * p, 4 * p)]
+    heading = ["stages", "microbatches", *(f"tx={tx}" for tx in TIMES)]
+    write_csv("transfer_times", [heading, *([p, m, *ratios(p, m)] for p, m in sizes)])
 
 
 def ratios(p: int, m: int) -> list[str]:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         VMin,
     )
     from bpipe.api.loopback import Loopback
+    from bpipe.api.options import Options
     from bpipe.api.schedule import Schedule
     from bpipe.as_torch.bases import PipelineScheduleMulti, PipelineScheduleSingle, _PipelineSchedule, get_schedule_class
     from bpipe.as_torch.csv_runtime import FromCSV, _PipelineScheduleRuntime
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
         ScheduleLoopedBFS,
         ScheduleZBVZeroBubble,
     )
+    from bpipe.as_torch.stage_info import PipelineStageInfo
+    from bpipe.backward.loss_scale import loss_scale
     from bpipe.estimate.advisor import advise
     from bpipe.estimate.profile import profile
     from bpipe.estimate.profile_slices import profile_slices
@@ -104,6 +107,7 @@ __all__ = [
     "LocalLearning",
     "Loopback",
     "OneFOneB",
+    "Options",
     "PipelineStage",
     "Routes",
     "Schedule",
@@ -123,6 +127,7 @@ __all__ = [
     "draw",
     "load_trace",
     "local_heads",
+    "loss_scale",
     "measure_layers",
     "pair_adjacent",
     "place",
@@ -139,11 +144,14 @@ __all__ = [
     "yield_here",
 ]
 
-__all__ += [  # the names of torch.distributed.pipelining: docs/torch-pipelining.md
+# The names of torch.distributed.pipelining: docs/torch-pipelining.md. Those that only its newest version has are left out, so that
+# `from bpipe import *` works with an older one.
+__all__ += [
     "FromCSV",
     "Pipe",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
+    "PipelineStageInfo",
     "Schedule1F1B",
     "ScheduleDualPipeV",
     "ScheduleGPipe",
@@ -170,7 +178,9 @@ _NAMES = {  # of each module of bpipe
     "api.catalogue": "BalancedOneFOneB BitPipe BitPipeReordered BitPipeZB BreadthFirst Chimera DualPipeV FromPlan GPipe "
     "Interleaved1F1B InterleavedZeroBubble OneFOneB Seq1F1B TeraPipe VHalf VMin ZBH1 ZBH2 ZBV",
     "api.loopback": "Loopback",
+    "api.options": "Options",
     "api.schedule": "Schedule",
+    "backward.loss_scale": "loss_scale",
     "chooser.automatic": "auto",
     "chooser.choose_plan": "choose_plan",
     "estimate.advisor": "advise",
@@ -202,17 +212,26 @@ _NAMES = {  # of each module of bpipe
     "as_torch.bases": "PipelineScheduleMulti PipelineScheduleSingle _PipelineSchedule get_schedule_class",
     "as_torch.csv_runtime": "FromCSV _PipelineScheduleRuntime",
     "as_torch.frontends": "Pipe SplitPoint TensorChunkSpec build_stage merge_chunks pipe_split pipeline "
-    "split_args_kwargs_into_chunks",
+    "split_args_kwargs_into_chunks PipelineActivationLiveness analyze_pipeline_activation_liveness",
     "as_torch.one_stage": "Schedule1F1B ScheduleGPipe",
     "as_torch.several_stages": "ScheduleDualPipeV ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS "
     "ScheduleZBVZeroBubble",
+    "as_torch.stage_info": "PipelineStageInfo",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 _ROOMS = frozenset(
     (
-        "bpipe.errors", "bpipe.estimate", "bpipe.fill", "bpipe.overlap", "bpipe.partition",
-        "bpipe.passes", "bpipe.schedules", "bpipe.search", "bpipe.slices", "bpipe.torchtitan",
+        "bpipe.errors",
+        "bpipe.estimate",
+        "bpipe.fill",
+        "bpipe.overlap",
+        "bpipe.partition",
+        "bpipe.passes",
+        "bpipe.schedules",
+        "bpipe.search",
+        "bpipe.slices",
+        "bpipe.torchtitan",
     )
 )
 _NEED_NO_TORCH = frozenset({"advise", "choose_plan", "choose_stages", "draw", "load_trace", "pair_adjacent", "place", "save_trace"})
@@ -232,7 +251,9 @@ def _check_torch() -> None:
     """Raise an ImportError if torch is too old, instead of failing somewhere deep inside."""
     import torch
 
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+    from bpipe.torch_private.release import release
+
+    if release() < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ImportError(
             f"bpipe needs torch {oldest} or newer, and this is torch {torch.__version__}: pip install 'torch>={oldest}'"

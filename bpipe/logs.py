@@ -26,14 +26,20 @@ class RankLog(logging.LoggerAdapter[logging.Logger]):
 _SAID: set[str] = set()  # by this process: the subjects of warnings that come once
 
 
+def warn_once(subject: str, message: str, *values: object) -> None:
+    """Warn, for the first time in this process, of a subject."""
+    if subject not in _SAID:
+        _SAID.add(subject)
+        LOG.warning(message, *values)
+
+
 def warn_not_shared(rank: int, why: str) -> None:
     """Warn, for the first time in this process, that tensors do not travel through memory shared with a process of this host."""
-    if "shared memory" not in _SAID:
-        _SAID.add("shared memory")
-        LOG.warning(
-            "rank %d shares no memory with another process of this host, or less than it could: %s. Tensors travel over sockets "
-            "instead, with the same results, and some 0.3 ms more of CPU time for each MiB. BPIPE_SHARED_MEMORY=0 asks for that, "
-            "and ends this warning",
-            rank,
-            why,
-        )
+    warn_once(
+        "shared memory",
+        "rank %d shares no memory with another process of this host, or less than it could: %s. Tensors travel over sockets "
+        "instead, with the same results, and some 0.3 ms more of CPU time for each MiB. BPIPE_SHARED_MEMORY=0 asks for that, "
+        "and ends this warning",
+        rank,
+        why,
+    )

@@ -36,7 +36,7 @@ def pipelining_fn(
     balanced: Mapping[str, Any] | None = None,
     auto: Mapping[str, Any] | None = None,
     input_args: Any = None,
-    **options: Any,
+    **arguments: Any,
 ) -> Callable[..., Pipeline]:
     """Make the `pipelining_fn` of a torchtitan (0.3.0) `ModelSpec`.
 
@@ -52,7 +52,7 @@ def pipelining_fn(
             `replicas` may be a function that gets torchtitan's `parallel_dims` and returns the group.
         input_args: for a dry run with `comm.mode = "fake_backend"`, what a stage but the first gets in one microbatch, as for
             `PipelineStage`: such as `torch.empty(microbatch_size, seq_len, dim, dtype=torch.bfloat16, device="meta")`.
-        options: further arguments of the schedule, such as `slots` or `timeout_s`.
+        arguments: of the schedule, further ones, such as `slices` and `options`.
 
     Returns:
         The function; it returns the schedule, this rank's parts, and whether these have the first and the last stage. It is
@@ -61,9 +61,10 @@ def pipelining_fn(
 
     Example:
         >>> import bpipe
-        >>> build = pipelining_fn(bpipe.Interleaved1F1B, timeout_s=60.0)  # replace(model_spec, pipelining_fn=build)
+        >>> options = bpipe.Options(timeout_s=60.0)
+        >>> build = pipelining_fn(bpipe.Interleaved1F1B, options=options)  # replace(model_spec, pipelining_fn=build)
     """
-    return _Pipelining(schedule, balanced, auto, input_args, options)
+    return _Pipelining(schedule, balanced, auto, input_args, arguments)
 
 
 class _Pipelining:
@@ -75,13 +76,15 @@ class _Pipelining:
         balanced: Mapping[str, Any] | None,
         auto: Mapping[str, Any] | None,
         input_args: Any,
-        options: dict[str, Any],
+        arguments: dict[str, Any],
     ) -> None:
-        self._schedule, self._balanced, self._auto, self._options = schedule, balanced, auto, options
+        self._schedule, self._balanced, self._auto, self._arguments = schedule, balanced, auto, arguments
         self._input_args = input_args
         self._rule = rule_named(schedule.rule)
         if balanced is not None and auto is not None:
             raise ConfigurationError("balanced= keeps the schedule's order, and auto= chooses one: give one of them")
+        if auto is not None and "options" in auto and "options" in arguments:
+            raise ConfigurationError("options= stands in auto=, too: give all of them there, those of the schedule included")
         if self._rule.placement.directions > 1:
             raise ConfigurationError(
                 f"{schedule.__name__} holds every stage twice, with the same weights, and torchtitan initialises each stage by "
@@ -113,13 +116,13 @@ class _Pipelining:
     def _made(
         self, stages: list[PipelineStage], num_microbatches: int, loss_fn: Callable[..., Any], parallel_dims: Any
     ) -> Schedule | Balanced:
-        options = {"loss_fn": _scalar(loss_fn), "scale_grads": False, **self._options}
+        arguments = {"loss_fn": _scalar(loss_fn), "scale_grads": False, **self._arguments}
         if self._auto is not None:
-            wishes = {"start": self._rule.name, **options, **self._auto}
+            wishes = {"start": self._rule.name, **arguments, **self._auto}
             if callable(find := wishes.get("replicas")):
                 wishes["replicas"] = find(parallel_dims)
             return auto_schedule(stages, num_microbatches, **wishes)
-        made = self._schedule(stages, num_microbatches, **options)
+        made = self._schedule(stages, num_microbatches, **arguments)
         return made if self._balanced is None else Balanced(made, **self._balanced)
 
     def _stages(self, model: nn.Module, parallel_dims: Any, parallelism: Any, device: torch.device) -> list[PipelineStage]:

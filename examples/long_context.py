@@ -92,7 +92,9 @@ def schedules_of(stage: bpipe.PipelineStage, num_microbatches: int, slices: int)
         REFERENCE: bpipe.OneFOneB(stage, num_microbatches, loss_fn=loss_fn),
         "balanced 1F1B": bpipe.BalancedOneFOneB(stage, num_microbatches, loss_fn=loss_fn),
         "slices": bpipe.Seq1F1B(stage, num_microbatches, loss_fn=loss_fn, slices=slices),
-        "balanced slices": bpipe.Seq1F1B(stage, num_microbatches, loss_fn=loss_fn, slices=slices, slots=fewest),
+        "balanced slices": bpipe.Seq1F1B(
+            stage, num_microbatches, loss_fn=loss_fn, slices=slices, options=bpipe.Options(slots=fewest)
+        ),
     }
 
 

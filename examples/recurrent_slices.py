@@ -37,7 +37,9 @@ def main() -> None:
     schedules = {
         "whole": bpipe.OneFOneB(stage, BATCH, loss_fn=mse_loss),
         "slices": bpipe.Seq1F1B(stage, BATCH, loss_fn=mse_loss, slices=SLICES),
-        "balanced slices": bpipe.Seq1F1B(stage, BATCH, loss_fn=mse_loss, slices=SLICES, slots=SLICES + -(-num_ranks // 2)),
+        "balanced slices": bpipe.Seq1F1B(
+            stage, BATCH, loss_fn=mse_loss, slices=SLICES, options=bpipe.Options(slots=SLICES + -(-num_ranks // 2))
+        ),
     }
     apart = 0.0
     for step in range(1, NUM_STEPS + 1):

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch import nn
 
 import bpipe
 from tests.models import directions_of, held_by
+
+RARE = {one.name for one in fields(bpipe.Options)}
+
+
+def nested(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a schedule or a planner, with those that `bpipe.Options` has in `options`."""
+    rare = {name: value for name, value in arguments.items() if name in RARE}
+    others = {name: value for name, value in arguments.items() if name not in RARE}
+    return others | ({"options": bpipe.Options(**rare)} if rare else {})
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class Over:
         return self.schedule.rule
 
     def __call__(self, stages: Any, m: int, **options: Any) -> bpipe.Balanced:
-        return bpipe.Balanced(self.schedule(stages, m, **options), **self.options)
+        return bpipe.Balanced(self.schedule(stages, m, **options), **nested(self.options))
 
 
 def pipeline(

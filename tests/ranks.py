@@ -19,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from tests.accelerator.build import LIBRARY
+from tests.patience import too_late
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 150.0  # also of the process group: many times what a test takes
+START_S, END_S = 200.0, 30.0  # for the first processes, because their server loads torch; and to end by themselves
 
 LOADED = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "pytest", "hypothesis"),
@@ -73,7 +75,7 @@ def _run_ranks(
         results = [_result(end, rank, timeout_s, folder) for rank, end in enumerate(ends)]
     finally:
         for process in processes:
-            process.join(5 if all(not isinstance(r, RankError) for r in locals().get("results", [])) else 0.1)
+            process.join(END_S if all(not isinstance(r, RankError) for r in locals().get("results", [])) else 0.1)
             if process.is_alive():
                 process.kill()
                 process.join()
@@ -101,10 +103,13 @@ def join(rank: int, size: int, port: int, timeout_s: float = TIMEOUT_S) -> None:
 
 
 def _result(end: Connection, rank: int, timeout_s: float, folder: Path) -> Any:
-    if not wait([end], timeout_s + 10):
-        stacks = _stacks(folder, rank).read_text()
-        return RankError(f"rank {rank} did not end within {timeout_s + 10} s. After {timeout_s} s:\n{stacks}")
     try:
+        if not wait([end], START_S):
+            return RankError(too_late(f"the start of rank {rank}", START_S))
+        end.recv_bytes()
+        if not wait([end], timeout_s + 10):
+            stacks = _stacks(folder, rank).read_text()
+            return RankError(f"{too_late(f'the end of rank {rank}', timeout_s + 10)}. After {timeout_s} s:\n{stacks}")
         return pickle.loads(end.recv_bytes())
     except EOFError:
         return RankError(f"rank {rank} died without a word")
@@ -124,6 +129,7 @@ def _main(
     args: tuple[Any, ...],
     folder: Path,
 ) -> None:
+    end.send_bytes(b"it has started")
     stacks = _stacks(folder, rank).open("w")  # open as long as the process lives
     faulthandler.dump_traceback_later(timeout_s, file=stacks)
     try:

@@ -40,7 +40,7 @@ def test_construction_refuses_what_it_can():
     with pytest.raises(ConfigurationError, match="num_microbatches=0"):
         bpipe.OneFOneB(stage, 0)
     with pytest.raises(BudgetError, match="smallest budget that works here is slots=3"):
-        bpipe.BalancedOneFOneB(stage, 8, slots=2)
+        bpipe.BalancedOneFOneB(stage, 8, options=bpipe.Options(slots=2))
     with pytest.raises(ConfigurationError, match="num_stages=4 with 1 on each rank needs 4 ranks, but the group has 3"):
         bpipe.OneFOneB(bpipe.PipelineStage(linear, 0, 4, "cpu", bpipe.Loopback(3).rank(0)), 8)
     with pytest.raises(ConfigurationError, match="needs a PipelineStage, got Linear"):

@@ -6,7 +6,6 @@ import ast
 import copy
 import logging
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -27,9 +26,8 @@ from bpipe.passes.profiling_order import profiling_order
 from bpipe.passes.recompute import recompute_by_count
 from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish
 from tests.models import WIDTH, Block, Result, as_rank, assert_same, batch_of, in_loopback, joined, modules_of, mse, single_process
-from tests.over import Over, pipeline
+from tests.over import Over, nested, pipeline
 from tests.ranks import run_ranks
-from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,11 +44,10 @@ CASES += [(schedule, "nested") for schedule in (bpipe.OneFOneB, bpipe.GPipe, bpi
 TO_HOST, HOST_LAST = Destinations(host="only"), Destinations(host="last")
 LOWEST: dict[str, dict[str, Any]] = {
     "whole": {},
-    "parts": {"parts": 2, "to": HOST_LAST},
-    "inside": {"parts": 4, "inside": True},
-    "inside, to the host": {"parts": 4, "inside": True, "to": TO_HOST},
+    "parts": {"options": bpipe.Options(parts=2), "to": HOST_LAST},
+    "parts, to the host": {"options": bpipe.Options(parts=4), "to": TO_HOST},
 }
-WITHIN_BYTES: dict[str, dict[str, Any]] = {"parts": {"parts": 4}, "host": {"to": TO_HOST}, "inside": {"parts": 3, "inside": True}}
+WITHIN_BYTES: dict[str, dict[str, Any]] = {"parts": {"options": bpipe.Options(parts=4)}, "host": {"to": TO_HOST}}
 
 
 @cache
@@ -78,7 +75,6 @@ def test_all_classes_are_here():
 
 FEW = 6  # microbatches
 OPTIONS = list(zip(LOWEST, cycle(WITHIN_BYTES)))  # each at least once
-BY_TURNS = dict(zip(SCHEDULES, cycle(OPTIONS)))
 
 
 @cache
@@ -95,10 +91,7 @@ def test_equals_a_single_process_where_nothing_must_move(schedule):
 
 @pytest.mark.parametrize(
     "schedule, lowest, within",
-    thinned(
-        ((schedule, *options) for schedule in SCHEDULES for options in OPTIONS),
-        lambda schedule, *options: schedule is bpipe.OneFOneB or BY_TURNS[schedule] == options,
-    ),
+    [(schedule, *options) for schedule in SCHEDULES for options in OPTIONS],
     ids=lambda value: getattr(value, "rule", value),
 )
 def test_equals_a_single_process_with_any_budget(schedule, lowest, within):
@@ -115,7 +108,7 @@ def test_equals_a_single_process_with_any_budget(schedule, lowest, within):
 
 @pytest.mark.parametrize("schedule, kind", CASES)
 def test_equals_a_single_process_whatever_the_stages(schedule, kind):
-    for options in (LOWEST["whole"], LOWEST["inside"]):
+    for options in (LOWEST["whole"], LOWEST["parts"]):
         assert_same(balanced(schedule, kind, STEPS, budget="lowest", **options), reference(kind, STEPS))
 
 
@@ -124,10 +117,7 @@ def reference_for_eight(num_stages: int, m: int) -> Result:
     return single_process("tied", num_stages, m, 2)
 
 
-AT_EIGHT = [bpipe.OneFOneB, bpipe.GPipe, bpipe.BreadthFirst, bpipe.VMin]  # those that `make test` runs over eight ranks
-
-
-@pytest.mark.parametrize("schedule", thinned(SCHEDULES, AT_EIGHT.__contains__), ids=lambda schedule: schedule.rule)
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.rule)
 def test_eight_ranks(schedule):
     num_stages, m = 8 if schedule in ONE_STAGE else 16, 16 if schedule is bpipe.DualPipeV else 8
     result = in_loopback("tied", num_stages, m, Over(schedule, {"to": HOST_LAST}), 2, num_ranks=8)
@@ -148,21 +138,28 @@ def several(rank: int, num_ranks: int, cases: list[tuple[str, Over]]) -> list[Re
     return [as_rank(rank, *each, STEPS, {}, num_ranks=num_ranks) for each in options]
 
 
-PARTS_TO_HOST = {"parts": 4, "to": TO_HOST}
+PARTS_TO_HOST = {"options": bpipe.Options(parts=4), "to": TO_HOST}
 
 
 @pytest.mark.parametrize(
     "num_ranks, cases",
     [
         (2, [("quiet", Over(bpipe.ZBV)), ("conv", Over(bpipe.DualPipeV, PARTS_TO_HOST)), ("nested", Over(bpipe.Interleaved1F1B))]),
-        (3, [("transformer", Over(bpipe.ZBH1, PARTS_TO_HOST)), ("frozen", Over(bpipe.GPipe, {"parts": 2}))]),
-        (3, [("quiet", Over(bpipe.VMin, {"parts": 2, "to": HOST_LAST})), ("tied", Over(bpipe.ZBH2))]),
-        (4, [("transformer", Over(bpipe.OneFOneB)), ("conv", Over(bpipe.OneFOneB, {"parts": 3})), ("lstm", Over(bpipe.OneFOneB))]),
+        (3, [("transformer", Over(bpipe.ZBH1, PARTS_TO_HOST)), ("frozen", Over(bpipe.GPipe, {"options": bpipe.Options(parts=2)}))]),
+        (3, [("quiet", Over(bpipe.VMin, {"options": bpipe.Options(parts=2), "to": HOST_LAST})), ("tied", Over(bpipe.ZBH2))]),
+        (
+            4,
+            [
+                ("transformer", Over(bpipe.OneFOneB)),
+                ("conv", Over(bpipe.OneFOneB, {"options": bpipe.Options(parts=3)})),
+                ("lstm", Over(bpipe.OneFOneB)),
+            ],
+        ),
         (4, [("quiet", Over(bpipe.OneFOneB, {"budget": [340_000, None, None, None]})), ("tied", Over(bpipe.BreadthFirst))]),
     ],
 )
 def test_processes(num_ranks, cases):
-    results = run_ranks(several, num_ranks, num_ranks, cases, timeout_s=120)
+    results = run_ranks(several, num_ranks, num_ranks, cases)
     for (kind, over), result in zip(cases, map(joined, zip(*results))):
         assert_same(result, single_process(kind, len(result.gradients), M, STEPS))
         assert over.schedule is not bpipe.OneFOneB or sum(stats["evicted_bytes"] for stats in result.stats) > 0
@@ -193,7 +190,7 @@ def messages(caplog: pytest.LogCaptureFixture, beginning: str) -> int:
     return sum(record.message.startswith(f"rank 0: 1f1b: {beginning}") for record in caplog.records)
 
 
-@pytest.mark.parametrize("options", [{}, {"parts": 3}, {"parts": 3, "inside": True}, {"parts": 2, "to": TO_HOST}])
+@pytest.mark.parametrize("options", [{}, {"options": bpipe.Options(parts=3)}, {"options": bpipe.Options(parts=2), "to": TO_HOST}])
 def test_other_shapes_are_measured_and_planned_anew_and_both_plans_stay(caplog, options):
     caplog.set_level(logging.INFO, "bpipe")
     modules = [Block(dropout=0.0) for _ in range(4)]
@@ -325,10 +322,9 @@ def test_given_sizes_are_not_measured():
         assert schedules[0].stats["evicted_bytes"] > 0
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_there_are_no_more_parts_than_saved_storages(inside):
+def test_there_are_no_more_parts_than_saved_storages():
     modules = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH), nn.Sigmoid()) for _ in range(4)]
-    over = Over(bpipe.OneFOneB, {"budget": "lowest", "parts": 64, "inside": inside})
+    over = Over(bpipe.OneFOneB, {"budget": "lowest", "options": bpipe.Options(parts=64)})
     loopback, schedules = pipeline(over, modules, M, mse)
     for _ in range(2):
         for module in modules:
@@ -364,7 +360,7 @@ def test_auto_is_the_lowest_on_cpu():
 def test_auto_adds_what_is_free_to_what_is_used(monkeypatch):
     """As on CUDA: ranks of a loopback share a device, and gradients that are still to come need room of what is free."""
     monkeypatch.setattr(bpipe.api.measured_plans, "available_bytes", lambda device, reserve_bytes: 4 * (2**20 - reserve_bytes))
-    over = Over(bpipe.OneFOneB, {"budget": "auto", "reserve_bytes": 2**10})
+    over = Over(bpipe.OneFOneB, {"budget": "auto", "options": bpipe.Options(reserve_bytes=2**10)})
     modules = modules_of("quiet", 4)
     loopback, schedules = pipeline(over, modules, M, mse)
     for schedule in schedules:
@@ -448,11 +444,11 @@ SIZES = Sizes.of([8, 8, 8, 8])
         ({"budget": (9, 9, 9, 0)}, "budget=(9, 9, 9, 0): give bytes, at least 1"),
         ({"parts": 0}, "parts=0: give a whole number from 1 to 64"),
         ({"parts": 65}, "parts=65: give a whole number from 1 to 64"),
-        ({"budget": None, "parts": 2}, "budget=None counts microbatches and does not use parts"),
+        ({"budget": None, "options": bpipe.Options(parts=2)}, "budget=None counts microbatches and does not use parts"),
         ({"budget": None, "sizes": SIZES, "costs": Costs()}, "does not use costs, sizes"),
         ({"sizes": Sizes.of([8, 8])}, "2 stages in up to 1 parts and 2 ranks: give 4 stages, each in at most parts=1, and 4 ranks"),
         (
-            {"sizes": Sizes.of([8] * 4, num_parts=3), "parts": 2},
+            {"sizes": Sizes.of([8] * 4, num_parts=3), "options": bpipe.Options(parts=2)},
             "in up to 3 parts and 4 ranks: give 4 stages, each in at most parts=2",
         ),
         ({"to": Destinations(pairs=[1, 0])}, "pairs=(1, 0): name one acceptor"),
@@ -463,7 +459,7 @@ SIZES = Sizes.of([8, 8, 8, 8])
 def test_arguments_that_cannot_work(options, message):
     schedule = schedule_of()
     with pytest.raises(ConfigurationError, match=re.escape(message)):
-        bpipe.Balanced(schedule, **options)
+        bpipe.Balanced(schedule, **nested(options))
     bpipe.Balanced(schedule)  # nothing has become of the schedule
 
 
@@ -495,13 +491,11 @@ def test_the_schedule_that_was_balanced_runs_no_more():
 
 
 def test_a_budget_that_given_sizes_cannot_meet_is_refused_at_once():
-    with pytest.raises(
-        BudgetError, match=r"^9 bytes are too few for 1f1b.*rank \d.*smallest budget that works here is budget=\d+"
-    ):
+    with pytest.raises(BudgetError, match=r"^9 bytes are too few for 1f1b.*rank \d.*smallest budget that works here is budget=\d+"):
         bpipe.Balanced(schedule_of(), budget=9, sizes=SIZES)
 
 
-@pytest.mark.parametrize("options", [{}, {"parts": 4}, {"parts": 3, "inside": True, "to": HOST_LAST}])
+@pytest.mark.parametrize("options", [{}, {"options": bpipe.Options(parts=4)}, {"options": bpipe.Options(parts=3), "to": HOST_LAST}])
 def test_the_budgets_of_each_rank_that_are_named_work(options):
     """Where the given ones cannot be met: the message has them raised alike, None where there was none."""
     modules, x = modules_of("quiet", 4), torch.cat(EVEN)
@@ -559,7 +553,12 @@ def differing(rank: int, options: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize(
-    "options", [[{"budget": 10**6}, {"budget": 10**6 + 1}], [{"parts": 1}, {"parts": 2}], [{}, {"to": HOST_LAST}]]
+    "options",
+    [
+        [{"budget": 10**6}, {"budget": 10**6 + 1}],
+        [{"options": bpipe.Options(parts=1)}, {"options": bpipe.Options(parts=2)}],
+        [{}, {"to": HOST_LAST}],
+    ],
 )
 def test_ranks_that_were_given_different_things(options):
     assert all("the ranks disagree on the plan" in told for told in run_ranks(differing, 2, options))
@@ -608,7 +607,7 @@ def test_a_replica_whose_modules_change_alone_does_not_wait_for_the_others():
     assert first == second
 
 
-def with_replicas(rank: int, sizes: list[int]) -> tuple[str, float, float]:
+def with_replicas(rank: int, sizes: list[int]) -> tuple[str, float]:
     """Two pipelines of two ranks; the second one's microbatches may be of another size."""
     pipelines, replicas = ([dist.new_group(ranks) for ranks in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
     which, stage = divmod(rank, 2)
@@ -617,27 +616,26 @@ def with_replicas(rank: int, sizes: list[int]) -> tuple[str, float, float]:
     schedule = bpipe.Balanced(plain, replicas=replicas[stage])
     x = torch.cat(batch([sizes[which]] * M))
     schedule.step(x, target=x)
-    started, told = time.monotonic(), ""
+    told = ""
     try:
         schedule.step(x, target=x)
     except AgreementError as error:
         told = str(error)
-    return told, time.monotonic() - started, schedule.stats["device_peak_bytes"]
+    return told, schedule.stats["device_peak_bytes"]
 
 
 def test_replicas_with_different_sizes_are_refused_on_every_rank():
-    told, seconds, _ = zip(*run_ranks(with_replicas, 4, [2, 4]))
+    told, _ = zip(*run_ranks(with_replicas, 4, [2, 4]))
     pattern = (
         r"replicas differ: for a microbatch of stage [01], rank [01] has (\d+) saved bytes and rank [23] has (\d+)\. "
         "Give all replicas microbatches of the same shapes."
     )
     found = [re.fullmatch(pattern, text) for text in told]
     assert all(match is not None and 2 * int(match[1]) == int(match[2]) for match in found)
-    assert max(seconds) < 10
 
 
 def test_replicas_with_the_same_sizes():
-    told, _, peaks = zip(*run_ranks(with_replicas, 4, [2, 2]))
+    told, peaks = zip(*run_ranks(with_replicas, 4, [2, 2]))
     assert told == ("",) * 4
     assert peaks[:2] == peaks[2:]
 
@@ -654,7 +652,7 @@ def fails_alone(rank: int) -> str:
     return str(caught.value)
 
 
-def fails_beside_a_replica(rank: int) -> tuple[str, float]:
+def fails_beside_a_replica(rank: int) -> str:
     """Two pipelines of two ranks; one rank cannot say what it needs, and its replica in the other pipeline goes on."""
     pipelines, replicas = ([dist.new_group(ranks) for ranks in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
     which, stage = divmod(rank, 2)
@@ -663,19 +661,17 @@ def fails_beside_a_replica(rank: int) -> tuple[str, float]:
     if rank == 1:
         schedule.session.source._own_budget = None
     schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
-    started, told = time.monotonic(), ""
     try:
         schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     except AgreementError as error:
-        told = str(error)
-    return told, time.monotonic() - started
+        return str(error)
+    return ""
 
 
 def test_no_rank_waits_for_a_replica_that_cannot_plan():
-    told, seconds = zip(*run_ranks(fails_beside_a_replica, 4))
+    told = run_ranks(fails_beside_a_replica, 4)
     assert all(text.startswith("rank 1 cannot make a plan: TypeError") for text in told[:2])
-    assert told[2:] == ("", "")
-    assert max(seconds) < 10
+    assert told[2:] == ["", ""]
 
 
 def test_a_rank_that_cannot_plan_tells_the_others():
@@ -733,7 +729,9 @@ def test_what_the_wrapped_schedule_evicts_is_dropped(wrapped):
     }
     schedules = [
         bpipe.Balanced(
-            bpipe.OneFOneB(stage, M, loss_fn=mse, slots=3) if wrapped == "slots" else bpipe.FromPlan(stage, plans[wrapped], mse),
+            bpipe.OneFOneB(stage, M, loss_fn=mse, options=bpipe.Options(slots=3))
+            if wrapped == "slots"
+            else bpipe.FromPlan(stage, plans[wrapped], mse),
             budget="lowest",
         )
         for stage in stages

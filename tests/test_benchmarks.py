@@ -13,7 +13,7 @@ import torch
 from benchmarks import against_torch, balanced_plain, growth, many_ranks, same_cap, sliced_plain
 from benchmarks.__main__ import HEAD
 from benchmarks.alternate import Step, peak_bytes
-from benchmarks.intervals import interval, ratios
+from benchmarks.intervals import Interval, interval, ratios
 from benchmarks.studies import STUDIES
 from benchmarks.study import Claim, section
 from tests.ranks import run_ranks
@@ -52,7 +52,7 @@ def counts_a_step(rank: int) -> int:
 
         return step
 
-    return peak_bytes(make, lambda: None)
+    return peak_bytes(make)
 
 
 def test_a_peak_counts_what_lives_beside_the_step():
@@ -63,12 +63,12 @@ def test_a_peak_counts_what_lives_beside_the_step():
 @pytest.mark.parametrize(
     "claim, verdict",
     [
-        (Claim(what="", target=1.0, value=0.99, low=0.9, high=1.1), "yes"),
-        (Claim(what="", target=1.0, value=1.05, low=0.99, high=1.1), "within the interval"),
-        (Claim(what="", target=1.0, value=1.05, low=1.01, high=1.1, why="because"), "no: because"),
-        (Claim(what="", target=1.3, value=1.31, low=1.2, high=1.4, is_least=True), "yes"),
-        (Claim(what="", target=1.3, value=1.25, low=1.2, high=1.31, is_least=True), "within the interval"),
-        (Claim(what="", target=1.3, value=1.25, low=1.2, high=1.29, is_least=True), "no"),
+        (Claim(what="", target=1.0, value=Interval(0.99, 0.9, 1.1)), "yes"),
+        (Claim(what="", target=1.0, value=Interval(1.05, 0.99, 1.1)), "within the interval"),
+        (Claim(what="", target=1.0, value=Interval(1.05, 1.01, 1.1), why="because"), "no: because"),
+        (Claim(what="", target=1.3, value=Interval(1.31, 1.2, 1.4), is_least=True), "yes"),
+        (Claim(what="", target=1.3, value=Interval(1.25, 1.2, 1.31), is_least=True), "within the interval"),
+        (Claim(what="", target=1.3, value=Interval(1.25, 1.2, 1.29), is_least=True), "no"),
     ],
 )
 def test_a_claim_says_whether_its_target_was_reached(claim, verdict):
@@ -89,14 +89,14 @@ def test_every_study_draws_and_tells_what_it_kept(study):
     known = study.known()
     if known is not None:
         assert study.draw(known["rows"]).axes
-        assert len(known["rows"]) >= len(study.cases())
+        assert len(known["rows"]) >= len(study.works)
 
 
 @pytest.mark.parametrize(
     "module, work",
     [
         (against_torch, against_torch.Work("1F1B", 2, 2, "small")),
-        pytest.param(against_torch, against_torch.Work("interleaved", 2, 4, "small"), marks=pytest.mark.exhaustive),
+        (against_torch, against_torch.Work("interleaved", 2, 4, "small")),
         (balanced_plain, balanced_plain.Work(2, 5, "blocks", schedule="GPipe")),
         (sliced_plain, sliced_plain.Work(2, 2, 2, forward_s=0.001)),
     ],
@@ -104,7 +104,7 @@ def test_every_study_draws_and_tells_what_it_kept(study):
 def test_a_case_is_measured(module, work):
     (row,) = module.measure(work, stepping_s=0.1)
     assert json.loads(json.dumps(row))["num_rounds"] >= 7
-    assert module.draw([row]).axes
+    assert module.STUDY.draw([row]).axes
 
 
 def test_growth_is_bounded():
@@ -124,13 +124,16 @@ def highest_slots(rank: int, names: list[str]) -> list[int]:
     return [max(pipeline.schedule.plan.peak_slots) for pipeline in pipelines]
 
 
-@pytest.mark.alone
+def test_many_ranks_say_little():
+    (row, *_) = many_ranks.measure(many_ranks.Work(32, 1, 1))
+    assert 4.9 < row["frames"] <= 5 and row["bytes"] < 500  # one of the last step may be on its way when the count ends
+
+
 def test_many_ranks_stay_cheap():
     """What the study claims of hundreds of ranks, of 32; these cores are not always as fast, and get some tries."""
     for _ in range(TRIES):
-        rows = many_ranks.measure(32, num_rounds=2, num_failures=1)
-        assert rows[0]["frames"] == 5 and rows[0]["bytes"] < 500
-        late = {claim.what: claim.value for claim in many_ranks.claims(rows) if claim.value > claim.target}
+        rows = many_ranks.measure(many_ranks.Work(32, 2, 1))
+        late = [claim for claim in many_ranks.claims(rows) if claim.interval.median > claim.target]
         if not late:
             break
     assert not late

@@ -78,8 +78,7 @@ def kinds() -> dict[str, Callable[[int], nn.Module]]:
 SCHEDULES = {
     "balanced": bpipe.BalancedOneFOneB,
     "lowest": Over(bpipe.OneFOneB, {"budget": "lowest"}),
-    "parts": Over(bpipe.OneFOneB, {"budget": "lowest", "parts": 3}),
-    "inside": Over(bpipe.OneFOneB, {"budget": "lowest", "parts": 3, "inside": True}),
+    "parts": Over(bpipe.OneFOneB, {"budget": "lowest", "options": bpipe.Options(parts=3)}),
     "halves": bpipe.ZBH1,
 }
 
@@ -196,15 +195,6 @@ def test_outputs_that_are_away_are_guarded_by_the_input() -> None:
         captured.backward()
 
 
-def test_outputs_stay_where_parts_leave_inside_a_forward() -> None:
-    """They are known only when it has ended."""
-    captured = looked_at(Recomputed(Block(dropout=0.0), preserve_rng_state=False, **WAYS["a policy"]))
-    assert len(captured.contents().movable) == 5
-    captured.stash._is_inside = True
-    contents = captured.contents()
-    assert len(contents.movable) == 1 and contents.own_bytes > 5 * INPUT_BYTES
-
-
 def test_without_a_followed_input_outputs_stay() -> None:
     captured = looked_at(Recomputed(Block(dropout=0.0), by_name=True, preserve_rng_state=False, **WAYS["a policy"]))
     contents = captured.contents()
@@ -254,7 +244,7 @@ def test_over_gloo() -> None:
 def over_gloo(rank: int) -> list[Any]:
     """Within three slots on the first rank, which evicts what selective checkpointing keeps."""
     module = Recomputed(modules_of("quiet", 2)[rank], **WAYS["a policy"])
-    schedule = bpipe.GPipe(bpipe.PipelineStage(module, rank, 2, "cpu"), 4, loss_fn=mse, slots=(3, 6))
+    schedule = bpipe.GPipe(bpipe.PipelineStage(module, rank, 2, "cpu"), 4, loss_fn=mse, options=bpipe.Options(slots=(3, 6)))
     x, y = batch_of("quiet", 8)
     schedule.step(x, target=y)
     assert schedule.stats["evicted_bytes"] > INPUT_BYTES or rank

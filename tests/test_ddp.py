@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bpipe
 from bpipe.errors import BPipeError
-from bpipe.schedules import Plan
+from bpipe.schedules import Plan, build
 from tests.models import ConvNorm, batch_of, held_by, modules_of, mse
 from tests.over import Over
 from tests.ranks import run_ranks
@@ -28,8 +28,8 @@ P, M, REPLICAS = 2, 4, 2
 class Few(bpipe.GPipe):
     """Within three slots on the first rank, which evicts."""
 
-    def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: Any) -> Plan:
-        return super()._make_plan(num_stages, num_ranks, n_microbatches, (3, 6))
+    def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int) -> Plan:
+        return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=(3, 6))
 
 
 SCHEDULES: dict[str, tuple[Any, int]] = {

@@ -67,7 +67,6 @@ def test_balanced_evicts_and_recomputes() -> None:
     [
         ({"budget": 2**30}, "give costs=, and a budget in bytes"),
         ({"budget": "lowest", "costs": Costs()}, "give costs=, and a budget in bytes"),
-        ({"budget": 2**30, "costs": Costs(), "parts": 2, "inside": True}, "cannot recompute partial forwards"),
     ],
 )
 def test_what_it_cannot_do_is_refused(options: dict[str, Any], reason: str) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from benchmarks.failing_together import P, measured
 from tests.ranks import run_ranks
 
 
-@pytest.mark.exhaustive
 def test_the_line_between_ranks_costs_little():
     for row in run_ranks(measured, P, 1):
         assert row["calls"] == 1

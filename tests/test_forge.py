@@ -36,7 +36,7 @@ def commands() -> dict[str, list[str]]:
 def test_the_workflow_runs_the_tests_on_every_python_that_setup_names() -> None:
     job = jobs()["test"]
     assert set(job["strategy"]["matrix"]["python"]) == CLASSIFIED
-    assert commands()["test"] == ["make test"] and "if" not in job
+    assert commands()["test"] == ["make test"] and commands()["lint"] == ["make lint"] and "if" not in job
     assert commands()["test-all"] == ["make test-all"] and "main" in jobs()["test-all"]["if"]
 
 

@@ -15,6 +15,7 @@ from bpipe.errors import CommError, ConfigurationError, PlanError, StageError, p
 from bpipe.schedules import Plan, StageSizes, build
 from bpipe.schedules.by_name import forward_plan
 from tests.models import batch_of, modules_of, mse, single_process
+from tests.tiers import examples
 
 P, M = 4, 8
 
@@ -47,11 +48,11 @@ def test_a_plan_in_bytes_and_parts_that_was_kept_runs_again():
     x, y = batch_of("quiet", 2 * M, 0)
     modules, loopback = modules_of("quiet", P), bpipe.Loopback(P)
     plain = [bpipe.OneFOneB(bpipe.PipelineStage(one, r, P, "cpu", loopback.rank(r)), M, mse) for r, one in enumerate(modules)]
-    balanced = [bpipe.Balanced(schedule, budget="lowest", parts=4, inside=True) for schedule in plain]
+    balanced = [bpipe.Balanced(schedule, budget="lowest", options=bpipe.Options(parts=4)) for schedule in plain]
     for _ in range(2):
         loopback.step(balanced, x, target=y)
     kept = Plan.from_text(balanced[0].plan.to_text())
-    assert kept.interrupted(0)
+    assert any(action.part for action in kept.actions[0])
     loopback, schedules, modules = loop_of(kept)
     expected = single_process("quiet", P, M, steps=1)
     loopback.step(schedules, x, target=y)
@@ -113,7 +114,7 @@ def test_reports_survive_packing(report):
 
 
 @given(REPORTS, st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_damaged_reports_are_reports_or_refused(report, data):
     damaged = bytearray(report.pack()[: data.draw(st.integers(0, 200))])
     if damaged:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import statistics
 
-import pytest
 import torch
 from torch import nn
 
@@ -16,8 +15,6 @@ import bpipe
 from tests.ranks import run_ranks
 from tests.sleepers import Sleeper
 from tests.tries import holds_in_one_try
-
-pytestmark = pytest.mark.alone
 
 FORWARD_S, SAVED_BYTES = 0.1, 32 * 1024**2
 PAIRS_OF_STEPS = 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from bpipe.plan.action import COMPUTE
 from bpipe.schedules import Op
 from tests.accelerator.work import RULES, as_rank, batch_of, modules_of
 from tests.models import held_by
+from tests.patience import until
 from tests.ranks import run_ranks
 
 RANKS, MICROBATCHES = 4, 8
@@ -70,7 +70,7 @@ def changed_in_place(rank: int) -> None:
     modules = modules_of(2 * RANKS)
     modules[3] = Meddling(modules[3])
     stages = [bpipe.PipelineStage(modules[i], i, 2 * RANKS, "cpu") for i in held]
-    schedule = bpipe.BreadthFirst(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss, timeout_s=20)
+    schedule = bpipe.BreadthFirst(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss, options=bpipe.Options(timeout_s=20))
     x = batch_of(0, MICROBATCHES)
     schedule.step(x, target=x, return_outputs=False)
 
@@ -81,25 +81,28 @@ def test_an_output_that_changes_before_it_is_sent_is_refused():
     assert all(isinstance(found[rank], RankFailedError) for rank in (0, 1, 2))
 
 
-def silent(rank: int) -> tuple[str, float]:
-    """A rank that computes for long in the first step: what the others say, which wait for its headers or for each other."""
+def silent(rank: int) -> str:
+    """A rank that computes until the others have given it up: what they say, which wait for its headers or for each other."""
     issue()
     module = modules_of(RANKS)[rank]
+    schedule = bpipe.OneFOneB(
+        bpipe.PipelineStage(module, rank, RANKS, "cpu"), MICROBATCHES, nn.functional.mse_loss, options=bpipe.Options(timeout_s=2)
+    )
+    transport: Any = schedule.session.context.transport
     if rank == 1:
-        module.register_forward_pre_hook(lambda *_: time.sleep(5))
-    schedule = bpipe.OneFOneB(bpipe.PipelineStage(module, rank, RANKS, "cpu"), MICROBATCHES, nn.functional.mse_loss, timeout_s=2)
+        module.register_forward_pre_hook(
+            lambda *_: until(lambda: transport.control.failure, "the others give up a rank that computes")
+        )
     x = batch_of(0, MICROBATCHES)
-    began = time.monotonic()
     with pytest.raises(TransferTimeoutError) as caught:
         schedule.step(x, target=x, return_outputs=False)
-    return str(caught.value), time.monotonic() - began
+    return str(caught.value)
 
 
 def test_a_wait_for_a_header_is_timed_out_and_named():
     found = run_ranks(silent, RANKS)
     waits = "0 has waited .* 0RECV_B0, for rank 1|2 has waited .* 2RECV_F0, for rank 1|3 has waited .* 3RECV_F0, for rank 2"
-    assert re.search(f"rank ({waits})", found[2][0])  # all three wait as long: any of them may say it first
-    assert all(seconds < 4 for rank, (_, seconds) in enumerate(found) if rank != 1)
+    assert re.search(f"rank ({waits})", found[2])  # all three wait as long: any of them may say it first
 
 
 def traced(rank: int) -> list[tuple[str, int]]:
@@ -126,4 +129,4 @@ def test_a_trace_has_each_action_at_its_own_time():
 def test_numbers_of_transfers_that_are_none_are_refused(number):
     stage = bpipe.PipelineStage(nn.Linear(4, 4), 0, 1, "cpu")
     with pytest.raises(ConfigurationError, match="transfers_at_once="):
-        bpipe.OneFOneB(stage, MICROBATCHES, nn.functional.mse_loss, transfers_at_once=number)
+        bpipe.OneFOneB(stage, MICROBATCHES, nn.functional.mse_loss, options=bpipe.Options(transfers_at_once=number))

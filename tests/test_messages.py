@@ -28,7 +28,7 @@ ROOMS = ["bpipe", *(f"bpipe.{name}" for name in ("schedules", "estimate", "slice
 # user take, what plans write, and torch's and torchtitan's own arguments.
 OTHERS = {
     *("overlap", "fill", "past", "phase", "apply", "microbatches"),
-    *("create_graph", "sparse", "inplace", "use_reentrant"),
+    *("create_graph", "sparse", "inplace", "use_reentrant", "use_cache"),
     *("local_batch_size", "pipeline_parallel_microbatch_size", "balanced", "auto"),
 }
 MSE = nn.functional.mse_loss
@@ -142,7 +142,7 @@ def mistakes() -> Iterator[BaseException]:
     """Make a mistake in each phase: when a schedule is constructed, when a call is prepared, and in the user's module and loss."""
     loopback = bpipe.Loopback(4)
     with pytest.raises(BudgetError) as refusal:
-        bpipe.OneFOneB(stages(4, loopback)[0], 8, slots=1)
+        bpipe.OneFOneB(stages(4, loopback)[0], 8, options=bpipe.Options(slots=1))
     yield refusal.value
     with pytest.raises(ConfigurationError) as refusal:
         bpipe.Interleaved1F1B(stages(1, loopback, 8), 8, slices=2)  # a class with a constructor of its own

@@ -16,6 +16,7 @@ from bpipe.errors import ConfigurationError, StageError
 from bpipe.model.cutting import Cutting
 from bpipe.model.merging import merge
 from bpipe.model.microbatch import describe, digest, tensors_in
+from tests.tiers import examples
 
 M = 3
 
@@ -59,7 +60,7 @@ def same(ones: Any, others: Any) -> bool:
 
 
 @given(st.integers(1, 4).flatmap(lambda m: st.tuples(st.just(m), cut_nests(m))))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_what_is_cut_fits_together_again(case: tuple[int, tuple[Any, Any]]) -> None:
     m, (value, spec) = case
     parts = split(value, spec, m, "args")
@@ -114,7 +115,11 @@ def test_a_leaf_that_requires_grad_gets_the_gradient_of_all_parts() -> None:
         (batch(7), None, "7 along dimension 0 does not divide into 3 microbatches"),
         (batch(0, 2), None, "0 along dimension 0 does not divide into 3 microbatches"),
         (batch(3, 4), TensorChunkSpec(1), "4 along dimension 1 does not divide"),
-        (torch.tensor(1.0), TensorChunkSpec(0), r"^the target of shape \[\] has no dimension 0 to cut\. Cut it yourself: step"),
+        (
+            torch.tensor(1.0),
+            TensorChunkSpec(0),
+            r"^the target of shape \[\] has no dimension 0 to cut\. Give Options\(target_chunk_spec=\), nested",
+        ),
         (batch(3), TensorChunkSpec(1), r"shape \[3\] has no dimension 1 to cut"),
         (batch(3), TensorChunkSpec(-2), r"shape \[3\] has no dimension -2 to cut"),
         ((batch(3), batch(3)), (TensorChunkSpec(0),), "^the target: tuple of 2 has the spec tuple of 1: give one for each value"),

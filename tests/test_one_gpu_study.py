@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import gpu, one_eviction, one_gpu, overlap
+from benchmarks import gpu, one_eviction, one_gpu
 from benchmarks.alternate import Taken
 from benchmarks.blocks import GPTBlock, Size
 from benchmarks.one_gpu import COLUMNS, MIB, STUDY, Account, Pipeline, Waits, Work
-from benchmarks.overlap import Span, copies_and_kernels, overlapped
 from bpipe.schedules import Op
 from tests.storages import StorageCount
 
 SMALL = Size(32, 16, 1)
-OF_GPU = {key for key, *_ in COLUMNS if key.endswith(("_us", "_mib")) and key != "moved_mib"} | {"gb_s", "overlapped"}
+OF_GPU = {key for key, *_ in COLUMNS if key.endswith(("_us", "_mib")) and key != "moved_mib"} | {"gb_s"}
 OF_GPU |= {"exposed", "exposed_low", "exposed_high"}
 
 
@@ -31,10 +30,10 @@ def small(attention: str, to: str) -> Work:
 
 def pipeline(work: Work, *, is_balanced: bool = True) -> Pipeline:
     torch.manual_seed(0)
-    return Pipeline(work, one_gpu.blocks(work, work.p), one_gpu.batch_of(work, work.m), is_balanced=is_balanced, rank=None)
+    return Pipeline(work, one_gpu.blocks(work, work.p), one_gpu.batch_of(work, work.m), is_balanced=is_balanced)
 
 
-@pytest.mark.parametrize("attention, to", [("materialised", "host"), ("flash", "process")])
+@pytest.mark.parametrize("attention, to", [("materialised", "host"), ("flash", "peer")])
 def test_a_case_is_measured(attention, to):
     """What a GPU alone can give is not there, and no CPU figure stands in its place."""
     (row,) = one_gpu.measure(small(attention, to))
@@ -183,54 +182,6 @@ def test_every_wait_of_a_step_is_marked_twice():
     assert all(schedule.session.observer is None for schedule in of.schedules)
 
 
-@pytest.mark.parametrize(
-    "copies, kernels, share",
-    [
-        ([(0, 10)], [], 0.0),
-        ([(0, 10)], [(2, 4), (6, 7)], 0.3),
-        ([(0, 10)], [(-5, 3), (1, 5), (9, 20)], 0.6),
-        ([(0, 10)], [(3, 4), (2, 9), (5, 6)], 0.7),
-        ([(0, 10)], [(-5, 15)], 1.0),
-        ([(0, 10), (5, 15)], [(10, 20)], 0.25),
-        ([(0, 10)], [(10, 20), (-10, 0)], 0.0),
-        ([], [(0, 1)], None),
-    ],
-)
-def test_overlap_counts_each_moment_of_a_copy_once(copies, kernels, share):
-    found = overlapped([Span(*one) for one in copies], [Span(*one) for one in kernels])
-    assert found == (share if share is None else pytest.approx(share))
-
-
-def event(cat: str, name: str, ts: float, dur: float, correlation: int | None = None) -> dict[str, Any]:
-    return {"cat": cat, "name": name, "ts": ts, "dur": dur, "args": {} if correlation is None else {"correlation": correlation}}
-
-
-def test_copies_are_those_that_an_eviction_or_a_load_has_started():
-    names = ["bpipe rank 7 0ACCEPT3", "bpipe rank 0 0WAIT_EVICT3", "bpipe rank 1 1RECV_F0", "bpipe rank 0 0LOAD3@host", "else"]
-    events = [{"name": "process_name", "ph": "M", "args": {"name": "python"}}]
-    for index, name in enumerate(names):
-        events.append(event("user_annotation", name, 100.0 * index, 50.0))
-        events.append(event("cuda_runtime", "cudaMemcpyAsync", 100.0 * index + 20.0, 5.0, index))
-        events.append(event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 1000.0 + 100.0 * index, 10.0, index))
-    events.append(event("cuda_runtime", "cudaMemcpyAsync", 60.0, 5.0, 90))  # behind the first action
-    events += [event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 1900.0, 10.0, number) for number in (90, 91)]
-    events.append(event("kernel", "gemm", 1000.0, 5.0, 80))
-    copies, kernels = copies_and_kernels(events)
-    assert copies == [Span(1000.0, 1010.0), Span(1300.0, 1310.0)]
-    assert kernels == [Span(1000.0, 1005.0)]
-
-
-@pytest.mark.parametrize("to", ["peer", "host"])
-def test_the_profiler_names_what_starts_copies(to):
-    """As many as the plan evicts and loads, and each is found by the pattern that the copies are told by."""
-    of = pipeline(small("flash", to))
-    events = overlap.trace_of(of.step)
-    names = [one["name"] for one in events if one.get("cat") == "user_annotation" and overlap.MOVES.match(one["name"])]
-    plan = of.schedules[0].plan
-    num_evicted = sum(len(plan.evicted(rank)) for rank in range(plan.num_ranks))
-    assert len(names) == num_evicted * (4 if to == "peer" else 2)
-
-
 @pytest.mark.parametrize("attention", ["flash", "materialised"])
 @pytest.mark.parametrize("to", ["peer", "host"])
 def test_an_eviction_by_itself_moves_what_one_in_a_step_moves(attention, to, monkeypatch):
@@ -261,7 +212,7 @@ class Event(Mark):
 
 
 def test_a_gpu_fills_every_column(monkeypatch):
-    """With a clock and an allocator that stand in for its own; of a trace without copies no share is known."""
+    """With a clock and an allocator that stand in for its own."""
     count = StorageCount()
     for module in (gpu, one_gpu):
         monkeypatch.setattr(module, "is_on_gpu", lambda device: True)
@@ -273,19 +224,19 @@ def test_a_gpu_fills_every_column(monkeypatch):
     monkeypatch.setattr(one_gpu, "in_turns", lambda steps, seconds: {name: Taken([1.0], [1.0]) for name in steps})
     with count.mode():
         found = one_gpu.in_one_process(0, small("flash", "peer"))
-    assert set(found.figures) == OF_GPU and found.figures["overlapped"] is None
-    assert found.figures["plain_peak_mib"] > found.figures["peak_mib"] == found.figures["planned_mib"]
-    assert found.figures["freed_mib"] == found.figures["evicted_mib"] > 0
-    assert found.figures["exposed"] > 0 and found.evicted_bytes >= found.figures["evicted_mib"] * MIB
+    assert set(found) == {key for key, *_ in COLUMNS} and None not in found.values()
+    assert found["plain_peak_mib"] > found["peak_mib"] == found["planned_mib"]
+    assert found["freed_mib"] == found["evicted_mib"] > 0
+    assert found["exposed"] > 0 and found["moved_mib"] >= found["evicted_mib"]
 
 
 def rows_of_a_gpu(**changed: float) -> list[dict[str, Any]]:
     """Made up."""
     figures = {"freed_mib": 101.0, "evicted_mib": 100.0, "peak_mib": 505.0, "planned_mib": 500.0, "plain_ms": 400.0}
-    figures |= {"forward_us": 1000.0, "evict_us": 200.0, "gb_s": 1300.0, "moved_mib": 300.0, "overlapped": 0.9, "num_rounds": 9}
+    figures |= {"forward_us": 1000.0, "evict_us": 200.0, "gb_s": 1300.0, "moved_mib": 300.0, "num_rounds": 9}
     figures |= {"exposed": 0.01, "exposed_low": 0.009, "exposed_high": 0.012, "time": 1.01, "time_low": 1.0, "time_high": 1.03}
     columns = dict.fromkeys(key for key, *_ in COLUMNS)
-    return [{**columns, **work._asdict(), **work.size._asdict(), **figures, **changed} for work in one_gpu.WORKS[:4]]
+    return [{**columns, **work._asdict(), **work.size._asdict(), **figures, **changed} for work in one_gpu.WORKS]
 
 
 @pytest.mark.parametrize(
@@ -307,10 +258,11 @@ def test_claims_are_made_of_what_a_gpu_measured(changed, verdicts):
 def test_a_picture_has_a_place_for_each_case():
     rows = [
         *rows_of_a_gpu(),
-        {**dict.fromkeys(key for key, *_ in COLUMNS), **rows_of_a_gpu()[0], "to": "process", "evict_us": None},
+        {**dict.fromkeys(key for key, *_ in COLUMNS), **rows_of_a_gpu()[0], "evict_us": None},
     ]
     times, copies = one_gpu.draw(rows).axes
-    assert len(times.get_yticks()) == len(rows) and len(copies.patches) == 2 * (len(rows) - 1)
+    assert len(times.get_yticks()) == len(rows)
+    assert [len(axes.lines[0].get_xdata()) for axes in (times, copies)] == [len(rows), len(rows) - 1]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU on this machine")

@@ -18,8 +18,6 @@ from bpipe.schedules import Link, simulate
 from tests.ranks import run_ranks
 from tests.sleepers import Sleeper
 
-pytestmark = pytest.mark.alone
-
 TOLERANCE = 0.10
 ATTEMPTS = 5
 NUM_MICROBATCHES = 8
@@ -85,7 +83,6 @@ def gathered(profile: Profile) -> list[Profile]:
     return everyone
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("job, num_ranks", [(of_the_main_job, 2), (of_sleeping_stages, 4)])
 def test_the_predicted_step_is_the_measured_one(job: Any, num_ranks: int) -> None:
     """In one of five attempts: what else runs on the machine, while steps are measured or stages profiled, is not predicted."""

@@ -6,7 +6,6 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import nn
 
@@ -16,8 +15,6 @@ from bpipe.schedules import Costs, Link, Plan, simulate
 from tests.ranks import run_ranks
 from tests.tries import holds_in_one_try
 from tests.wide import Wide, slow_links
-
-pytestmark = pytest.mark.alone
 
 P, M = 4, 6
 FORWARD_S, WIDTH, BYTES_PER_S = 0.03, 4 * 2**20, 1e9  # messages of 16 MiB, and microbatches that save as much
@@ -54,7 +51,7 @@ def traced(rank: int) -> dict[str, Steps]:
 
 def ratios() -> dict[tuple[str, str], tuple[float, float]]:
     """The predicted step over the measured one, for each traced plan and each plan; and likewise with links that are free."""
-    found = run_ranks(traced, P, timeout_s=100)[0]
+    found = run_ranks(traced, P)[0]
     predicted = {}
     for name, steps in found.items():
         for other, costs in steps.costs.items():
@@ -64,7 +61,6 @@ def ratios() -> dict[tuple[str, str], tuple[float, float]]:
     return predicted
 
 
-@pytest.mark.exhaustive
 def test_the_predicted_step_is_the_measured_one() -> None:
     """From each schedule for each schedule. Transfers show: without them, each step would seem more than a tenth shorter."""
 

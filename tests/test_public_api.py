@@ -15,47 +15,49 @@ from torch.distributed import pipelining
 
 import bpipe
 from bpipe import schedules
+from bpipe.model.of_torch_alone import OPTIONS
 
 SCHEDULE = (
-    "(stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots, "
-    "timeout_s, slow_s, transfers_at_once)"
+    "(stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, options)"
 )
 STAGES = SCHEDULE.replace("(stage,", "(stages,")
 ADVISE = (
-    "(model, batch, num_stages, device, memory_bytes, reserved_bytes, num_devices, tensor_parallel, sequence_parallel, sequence, "
-    "attention, precision, recomputations, microbatch_sizes, efficiency, bytes_per_parameter, layers, slices, link, cross_link, "
-    "nodes, progress)"
+    "(model, batch, num_stages, device, memory_bytes, num_devices, tensor_parallel, sequence_parallel, sequence, "
+    "attention, precision, recomputations, microbatch_sizes, efficiency, layers, slices, link, cross_link, "
+    "nodes, options)"
 )
-SLICE_OPTIONS = "slice_lengths, args_slice_spec, kwargs_slice_spec, target_slice_spec, output_slice_spec,"
-OF_SLICES = SCHEDULE.replace("slots,", f"slots, slices, {SLICE_OPTIONS}")
+OF_SLICES = SCHEDULE.replace("options", "slices, options")
 SIGNATURES = {
-    "Balanced": "(schedule, budget, parts, inside, to, costs, sizes, reserve_bytes, optimizer, replicas, by, measure, margin)",
+    "Balanced": "(schedule, budget, to, costs, sizes, optimizer, replicas, by, options)",
     "BalancedOneFOneB": SCHEDULE,
     "BitPipe": STAGES,
     "BitPipeReordered": STAGES,
     "BitPipeZB": STAGES,
     "BreadthFirst": STAGES,
     "Chimera": STAGES,
-    "DualPipeV": STAGES.replace("slots,", "slots, overlapped,"),
-    "FromPlan": SCHEDULE.replace("n_microbatches", "plan").replace("slots,", SLICE_OPTIONS),
+    "DualPipeV": STAGES.replace("options", "overlapped, options"),
+    "FromPlan": SCHEDULE.replace("n_microbatches", "plan"),
     "GPipe": SCHEDULE,
-    "GradScaler": "(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, group)",
-    "Interleaved1F1B": OF_SLICES.replace("(stage,", "(stages,").replace("timeout_s", "overlapped, timeout_s"),
+    "GradScaler": "(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, group, replicas)",
+    "Interleaved1F1B": OF_SLICES.replace("(stage,", "(stages,").replace("options", "overlapped, options"),
     "LocalBlock": "(block, head, name)",
     "LocalLearning": SCHEDULE,
     "Loopback": "(num_ranks, own_random_state)",
     "OneFOneB": SCHEDULE,
+    "Options": (
+        "(slots, target_chunk_spec, slice_lengths, args_slice_spec, kwargs_slice_spec, target_slice_spec, output_slice_spec, "
+        "timeout_s, slow_s, transfers_at_once, parts, measure, margin, reserve_bytes, host, host_link, bytes_per_parameter, "
+        "effort, seed, progress)"
+    ),
     "InterleavedZeroBubble": STAGES,
     "PipelineStage": (
         "(submodule, stage_index, num_stages, device, input_args, output_args, output_grads, input_grads, group, dw_builder, "
         "get_mesh, directions, skips)"
     ),
-    "Routes": (
-        "(stage, n_microbatches, loss_fn, replica, num_replicas, store, state, in_flight, compress, timeout_s, slow_s)"
-    ),
+    "Routes": ("(stage, n_microbatches, loss_fn, replica, num_replicas, store, state, in_flight, compress, options)"),
     "Schedule": SCHEDULE,
     "Seq1F1B": OF_SLICES,
-    "Stream": "(stage, loss_fn, optimizer, timeout_s, slow_s)",
+    "Stream": "(stage, loss_fn, optimizer, options)",
     "TeraPipe": OF_SLICES,
     "TiedWeights": "(weights, group)",
     "VHalf": STAGES,
@@ -67,21 +69,22 @@ SIGNATURES = {
     "check_split": "(model, parts, args, kwargs)",
     "auto": (
         "(stages, batch, loss_fn, start, slices, target, layers, microbatch_sizes, stages_per_rank, device, group, memory_bytes, "
-        "by, schedules, parts, host, link, cross_link, host_link, nodes, measure, margin, reserve_bytes, optimizer, replicas, "
-        "effort, seed, progress, options)"
+        "by, schedules, link, cross_link, nodes, optimizer, replicas, args_chunk_spec, kwargs_chunk_spec, "
+        "output_merge_spec, scale_grads, options)"
     ),
     "choose_plan": (
-        "(model, batch, num_ranks, device, memory_bytes, reserved_bytes, link, cross_link, host_link, nodes, host, by, parts, "
+        "(model, batch, num_ranks, device, memory_bytes, link, cross_link, nodes, by, "
         "schedules, stages_per_rank, slices, microbatch_sizes, tensor_parallel, sequence_parallel, sequence, attention, precision, "
-        "recomputations, efficiency, bytes_per_parameter, effort, seed, cache, progress)"
+        "recomputations, efficiency, cache, options)"
     ),
     "choose_stages": (
         "(layers, num_stages, num_microbatches, schedule, num_ranks, slots, objective, memory_bytes, link, slices, slice_lengths)"
     ),
-    "clip_grad_norm_": "(parameters, max_norm, norm_type, error_if_nonfinite, foreach, copies, group)",
+    "clip_grad_norm_": "(parameters, max_norm, norm_type, error_if_nonfinite, foreach, copies, own, group, replicas)",
     "draw": "(timeline, path, other, title, window)",
     "load_trace": "(path)",
     "local_heads": "(shapes, num_classes, residual, per_token)",
+    "loss_scale": "()",
     "measure_layers": "(model, example, kwargs, layers, loss_fn, target, bytes_per_parameter, repeats, flops_per_s)",
     "pair_adjacent": "(num_stages, ranks_per_node)",
     "place": "(mesh, rule, stages_per_rank, ranks_per_node)",
@@ -102,7 +105,7 @@ SIGNATURES = {
 
 IN_TORCHS_ORDER = (
     "(stages, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, "
-    "backward_requires_autograd, defer_pp_recv, options)"
+    "backward_requires_autograd, defer_pp_recv, options, of_torch)"
 )
 UNDER_TORCHS_NAMES = {
     "FromCSV": IN_TORCHS_ORDER.replace("scale_grads", "use_full_backward, scale_grads"),
@@ -114,6 +117,7 @@ UNDER_TORCHS_NAMES = {
     "ScheduleDualPipeV": IN_TORCHS_ORDER,
     "ScheduleLoopedBFS": IN_TORCHS_ORDER.replace("args_chunk_spec, kwargs_chunk_spec, ", ""),
     "get_schedule_class": "(schedule_name)",
+    "PipelineStageInfo": "(stage_index, microbatch_index, is_metadata_inference)",
 }
 UNDER_TORCHS_NAMES["_PipelineScheduleRuntime"] = UNDER_TORCHS_NAMES["FromCSV"]
 UNDER_TORCHS_NAMES["_PipelineSchedule"] = SIGNATURES["Schedule"]
@@ -122,7 +126,7 @@ OF_TORCH_ITSELF = {"Pipe", "SplitPoint", "TensorChunkSpec", "build_stage", "pipe
     *("merge_chunks", "split_args_kwargs_into_chunks"),
 }
 
-OF_TORCH_ALONE = {"backward_requires_autograd", "defer_pp_recv"}
+OF_TORCH_ALONE = {"backward_requires_autograd", "defer_pp_recv", *OPTIONS}
 PURE_CLASSES = [
     *("Action", "Channel", "Costs", "Destinations", "Filling", "Gap", "Holding", "Lane", "Link", "Op", "Placement", "Plan"),
     *("Purpose", "Rule", "Sizes", "SkipSizes", "Span", "StageSizes", "Timeline"),

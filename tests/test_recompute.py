@@ -438,7 +438,7 @@ def fails(rank: int, what: str) -> str:
         ("input", "of stage 1 cannot be recomputed: its input was changed in place. Let the stage work on a clone of its input"),
         ("buffer", "of stage 1 cannot be recomputed: its forward writes the tensor often, which earlier ones did not"),
         ("parameter", "of stage 1 cannot be recomputed: its forward writes the parameter bias"),
-        ("gradient", "a backward ran inside the first of two forwards"),
+        ("gradient", "of stage 1 cannot be recomputed: it runs a backward, or torch.autograd.grad, inside its forward"),
         ("transform", "uses a transform of torch.func that refuses saved-tensor hooks"),
     ],
 )
@@ -446,6 +446,71 @@ def test_what_cannot_run_twice_is_refused_on_all_ranks(what, message):
     told = run_ranks(fails, 4, what)
     assert all(message in text for text in told), told
     assert told[1].startswith("StageError") and "1F" in told[1]
+
+
+class Inner(torch.autograd.Function):
+    """Computes a gradient in its forward, as functions that are defined by an equation do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            return torch.autograd.grad(inner.sin().sum(), inner)[0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class WithBackward(nn.Module):
+    """A stage whose forward runs a backward."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        leaf = x.detach().requires_grad_()
+        if self.how == "a penalty on the gradient":
+            return y + torch.autograd.grad(self.linear(leaf).square().sum(), leaf, create_graph=True)[0]
+        if self.how == "a backward":
+            self.linear(leaf).square().sum().backward(inputs=[leaf])
+            return y + leaf.grad
+        if self.how == "a search by gradients":
+            for _ in range(2):
+                leaf = (leaf - 0.1 * torch.autograd.grad(leaf.square().sum(), leaf)[0]).detach().requires_grad_()
+            return y + leaf.detach()
+        return y + Inner.apply(x) if self.how == "a function" else y
+
+
+def mse_with_backward(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    leaf = output.detach().requires_grad_()
+    mse(leaf, target).backward()
+    return mse(output, target) + (output * leaf.grad).sum()
+
+
+@pytest.mark.parametrize("how", ["a penalty on the gradient", "a backward", "a search by gradients", "a function", "the loss"])
+def test_a_backward_in_a_forward_cannot_be_recomputed_and_the_way_out_works(how):
+    """What the message advises, to evict instead, trains as a single process."""
+    loss_fn, found = mse_with_backward if how == "the loss" else mse, []
+    for by in ("recompute", "evict", None):
+        torch.manual_seed(0)
+        modules, loopback = [WithBackward(how) for _ in range(4)], bpipe.Loopback(4)
+        schedules = [
+            bpipe.GPipe(bpipe.PipelineStage(module, i, 4, "cpu", loopback.rank(i)), M, loss_fn) for i, module in enumerate(modules)
+        ]
+        if by is not None:
+            schedules = [bpipe.Balanced(one, budget=None, by=by) for one in schedules]
+        x = torch.linspace(-1, 1, 2 * M * WIDTH).view(2 * M, WIDTH)
+        if by == "recompute":
+            told = r"of stage \d cannot be recomputed: it runs a backward.* Evict instead \(by='evict'\)"
+            with pytest.raises(bpipe.errors.StageError, match=told):
+                loopback.step(schedules, x, target=x)
+            continue
+        loopback.step(schedules, x, target=x)
+        found.append([one.grad for module in modules for one in module.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 class Raises(nn.Module):
@@ -477,7 +542,10 @@ def test_an_error_in_the_second_forward_says_where():
     "options, message",
     [
         ({"by": "recomputation"}, "by='recomputation': choose 'evict', 'recompute' or 'evict_or_recompute'"),
-        ({"by": "recompute", "parts": 2}, "by='recompute' evicts nothing and does not use parts: leave them out"),
+        (
+            {"by": "recompute", "options": bpipe.Options(parts=2)},
+            "by='recompute' evicts nothing and does not use parts: leave them out",
+        ),
         ({"by": "recompute", "to": Destinations(host="only"), "costs": Costs()}, "does not use to, costs: leave them out"),
     ],
 )

@@ -291,7 +291,10 @@ class Nested(nn.Linear):
 
 def nested(rank: int) -> tuple[str, str]:
     schedule = bpipe.OneFOneB(
-        bpipe.PipelineStage((Nested if rank else nn.Linear)(2, 2), rank, 2, "cpu"), 2, loss_fn=mse, timeout_s=20
+        bpipe.PipelineStage((Nested if rank else nn.Linear)(2, 2), rank, 2, "cpu"),
+        2,
+        loss_fn=mse,
+        options=bpipe.Options(timeout_s=20),
     )
     x, told = torch.ones(2, 2), []
     schedule.step(x, target=x)

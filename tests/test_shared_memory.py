@@ -94,7 +94,9 @@ def test_gradients_that_are_views_of_others(schedule: Any, num_ranks: int, kind:
     modules, (x, y) = [kind(index) for index in range(4)], batch(*shape)
     expected = of_one_process(modules, x, y)
     assert equal(gradients(schedule, num_ranks, modules, x, y), expected)
-    assert equal(gradients(Over(schedule, {"budget": "lowest", "parts": 2}), num_ranks, modules, x, y), expected)
+    assert equal(
+        gradients(Over(schedule, {"budget": "lowest", "options": bpipe.Options(parts=2)}), num_ranks, modules, x, y), expected
+    )
 
 
 # What a stage hands to the next one on its rank.

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import bpipe
 from bpipe.errors import RankFailedError, StageError
+from bpipe.schedules import Destinations
 from tests.ranks import run_ranks
 
 WIDTH, TOKENS, HEADS, M = 16, 8, 4, 5  # so many microbatches, because the first of four ranks then evicts
@@ -143,13 +144,15 @@ def balanced_shards(rank: int, *, as_dtensors: bool) -> dict[str, Any]:
 
 
 def three_dimensions(rank: int) -> dict[str, Any]:
-    """Data, pipeline and tensor ranks from one mesh; weights sharded over both of the others; parts move inside computations."""
+    """Data, pipeline and tensor ranks from one mesh; weights sharded over both of the others; parts move to the host."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
 
     def balanced(*args: Any, **options: Any) -> bpipe.Balanced:
-        return bpipe.Balanced(bpipe.OneFOneB(*args, **options), budget="lowest", parts=4, inside=True)
+        return bpipe.Balanced(
+            bpipe.GPipe(*args, **options), budget="lowest", options=bpipe.Options(parts=4), to=Destinations(host="only")
+        )
 
     found: dict[str, Any] = {}
     for name, schedule in (("plain", bpipe.OneFOneB), ("balanced", balanced)):
@@ -263,7 +266,7 @@ def everything(rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, list[Any]]:
-    ranks = run_ranks(everything, 8, timeout_s=120.0)
+    ranks = run_ranks(everything, 8)
     return {name: [of_rank[name] for of_rank in ranks] for name in ranks[0]}
 
 

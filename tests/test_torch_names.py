@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,12 +17,15 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import microbatch, schedules, stage
 
 import bpipe
+from bpipe.as_torch import frontends
+from bpipe.as_torch.frontends import SINCE
 from bpipe.errors import ConfigurationError, PlanError, StageError
-from bpipe.model.of_torch_alone import SCHEDULE, STAGE
+from bpipe.model.call import call_of
+from bpipe.model.of_torch_alone import OPTIONS, SCHEDULE, STAGE
 from bpipe.schedules import Op
 from tests.ranks import run_ranks
 from tests.torch_names import page as pages
-from tests.torch_names.signatures import recorded, signatures
+from tests.torch_names.signatures import MODULES, recorded, signatures
 
 SOURCES = Path(pipelining.__file__).parent
 M, WIDTH = 4, 6
@@ -44,7 +49,8 @@ def test_the_page_has_every_argument_of_the_installed_torch() -> None:
         if (pages.shown_as(name), argument.partition("=")[0]) not in listed
     ]
     assert not lacking, "record this torch: python -m tests.torch_names --record VERSION FOLDER --write, and write notes"
-    assert {*pipelining.__all__, *schedules.__all__, *stage.__all__, *microbatch.__all__} <= {*bpipe.__all__}
+    assert {*pipelining.__all__, *schedules.__all__, *stage.__all__, *microbatch.__all__} <= {*bpipe.__all__, *SINCE}
+    assert all(hasattr(bpipe, name) for name in pipelining.__all__)
 
 
 def test_signatures_are_read_as_python_reads_them() -> None:
@@ -62,6 +68,49 @@ def test_an_argument_that_bpipe_has_not_is_noticed(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pages, "recorded", lambda: changed)
     with pytest.raises(LookupError, match=r"Schedule1F1B\(colour\): place 2 in torch, None here"):
         pages.page()
+
+
+def test_a_dataclass_takes_its_fields(tmp_path: Path) -> None:
+    for module in MODULES:
+        (tmp_path / f"{module}.py").write_text("")
+    (tmp_path / "__init__.py").write_text("__all__ = ['Info', 'Plain']")
+    (tmp_path / "stage.py").write_text("@dataclass(frozen=True)\nclass Info:\n a: int\n b: bool = False\n c: int = field()\n")
+    (tmp_path / "_IR.py").write_text("class Plain:\n a: int = 3\n")
+    assert signatures(tmp_path) == {"Info": ["a", "b=False", "c"], "Plain": []}
+
+
+# What only the newest torch has.
+
+
+@pytest.mark.parametrize("name", SINCE)
+def test_a_name_that_torch_lacks_is_refused_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(pipelining, name, raising=False)
+    monkeypatch.setattr(torch, "__version__", "2.14.1+cpu")
+    with pytest.raises(ImportError, match=rf"{name} is torch's own, since torch 2\.15, and this is torch 2\.14\.1\+cpu"):
+        exec(f"from bpipe import {name}", {})
+    exec("from bpipe import *", {})
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        frontends.Nothing  # noqa: B018
+
+
+@pytest.mark.skipif(not hasattr(pipelining, "PipelineActivationLiveness"), reason="torch has it since 2.15")
+def test_torch_counts_what_a_schedule_of_bpipe_keeps() -> None:
+    made = [bpipe.ScheduleInterleaved1F1B(own, M, mse) for own in stages_of(bpipe.Loopback(2))]
+    found = bpipe.analyze_pipeline_activation_liveness(made[0], pp_rank=0, stage_indices=[0, 2], granularity="stage_microbatch")
+    assert isinstance(found, bpipe.PipelineActivationLiveness) and found.num_slots == 5
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_torch_s_runtime_are_refused_unless_they_change_nothing(name: str) -> None:
+    kinds = (bpipe.ScheduleInterleaved1F1B, bpipe.ScheduleLoopedBFS, bpipe.ScheduleInterleavedZeroBubble, bpipe.FromCSV)
+    default, way = OPTIONS[name]
+    for kind in kinds:
+        kind(stages_of(bpipe.Loopback(2))[0], M, mse, **{name: default})
+        with pytest.raises(ConfigurationError) as raised:
+            kind(stages_of(bpipe.Loopback(2))[0], M, mse, **{name: 2})
+        assert str(raised.value) == f"{kind.__name__} takes no {name}=2, which acts on torch's runtime: {way}"
+    arguments = inspect.signature(schedules.ScheduleInterleaved1F1B).parameters
+    assert name not in arguments or arguments[name].default == default
 
 
 # The same program with either module.
@@ -191,10 +240,36 @@ def test_an_example_that_fits_is_compared_once() -> None:
     group = bpipe.Loopback(1).rank(0)
     made = bpipe.PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, "cpu", example, (example,), example, (None,), group)
     schedule = bpipe.Schedule1F1B(made, 2, mse)
-    assert made.examples is not None
+    assert made.examples
     for rows in (4, 8):  # of which the second does not fit
         schedule.step(torch.zeros(rows, WIDTH), target=torch.zeros(rows, WIDTH))
-        assert made.examples is None
+        assert not made.examples
+
+
+# Steps.
+
+
+@pytest.mark.parametrize("name", ["step", "eval"])
+def test_no_argument_of_torch_reaches_the_module(name: str) -> None:
+    """Not even a module that takes any keyword."""
+    got: list[dict[str, Any]] = []
+
+    class Free(nn.Linear):
+        def forward(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            got.append(kwargs)
+            return super().forward(x)
+
+    loopback = bpipe.Loopback(1)
+    schedule = bpipe.Schedule1F1B(bpipe.PipelineStage(Free(WIDTH, WIDTH), 0, 1, "cpu", group=loopback.rank(0)), 1, mse)
+    x = torch.zeros(2, WIDTH)
+    for run in (getattr(schedule, name), partial(getattr(loopback, name), [schedule])):
+        run(x, target=x)
+        for finalize_gradients in (True, False) if name == "step" else ():
+            run(x, target=x, finalize_gradients=finalize_gradients)
+    assert got == [{}] * (6 if name == "step" else 2)
+    known = {one.partition("=")[0] for names in recorded().values() for one in names[f"Schedule1F1B.{name}"]}
+    for function in (getattr(bpipe.Schedule1F1B, name), call_of):
+        assert {one.lstrip("*") for one in known} <= inspect.signature(function).parameters.keys()
 
 
 # What programs ask.
@@ -206,16 +281,28 @@ def test_everything_that_the_page_says_can_be_asked(per_rank: int) -> None:
     kind = bpipe.Schedule1F1B if per_rank == 1 else bpipe.ScheduleInterleaved1F1B
     own = stages_of(loopback, per_rank)
     made = [kind(of_rank[0] if per_rank == 1 else of_rank, M, mse) for of_rank in own]
-    objects = {"a stage": own[1][0], "a schedule": made[1]}
+    objects = {"a stage": own[1][0], "a schedule": made[1], "`bpipe`": bpipe}
     lacks = {"_stages"} if per_rank == 1 else {"_stage"}
-    for (of, names), _ in pages.ATTRIBUTES.items():
+    for of, names in (*pages.ATTRIBUTES, *pages.USED_BY):
         for name in names.split(", "):
             assert hasattr(objects[of], name) == (name not in lacks), name
     assert (own[1][0].group_rank, own[1][0].group_size, own[0][0].has_backward) == (1, 2, True)
-    assert (made[1].rank, made[1].pp_group_size, made[1]._num_stages, made[1].n_local_stages) == (1, 2, 2 * per_rank, per_rank)
+    assert (made[1].rank, made[1].pp_group_size, made[1].n_local_stages) == (1, 2, per_rank)
     assert made[1].stage_index_to_group_rank == {i: i % 2 for i in range(2 * per_rank)}
     assert made[0].scale_grads and made[0]._has_backward and made[0]._n_microbatches == M and made[0]._loss_fn is mse
     assert (made[0]._stage is own[0][0]) if per_rank == 1 else (made[0]._stages == own[0])
+
+
+def test_private_names_of_torch_are_offered_where_a_trainer_uses_them_and_nowhere_else() -> None:
+    assert all(used_by for _, used_by in pages.USED_BY.values())
+    source = inspect.getsource(schedules)
+    private = {*re.findall(r"self\.(_[a-z]\w*)", source), *re.findall(r"def (_[a-z]\w*)\(", source)}
+    group = bpipe.Loopback(1).rank(0)
+    stages = [bpipe.PipelineStage(nn.Linear(2, 2), i, 2, "cpu", group=group) for i in (0, 1)]
+    made = bpipe.Schedule1F1B(stages_of(bpipe.Loopback(2), 1)[0][0], M, mse), bpipe.ScheduleInterleaved1F1B(stages, M, mse)
+    offered = {name for name in private if any(hasattr(one, name) for one in made)}
+    offered |= {name for name in dir(schedules) if re.match("_[A-Za-z]", name) and hasattr(bpipe, name)}
+    assert len(private) > 30 and offered == {name for _, name in pages.USED_BY}
 
 
 def test_bases_and_names_of_schedules() -> None:
@@ -248,8 +335,11 @@ def test_arguments_by_position_are_torch_s(name: str) -> None:
     loopback = bpipe.Loopback(2)
     specs = () if name == "ScheduleLoopedBFS" else ((bpipe.TensorChunkSpec(0),), {"y": bpipe.TensorChunkSpec(1)})
     merged = (bpipe.TensorChunkSpec(0),)
-    made = [getattr(bpipe, name)(own, M, mse, *specs, merged, False, True, True, timeout_s=5.0) for own in stages_of(loopback)]
-    assert not made[0].scale_grads and made[0]._output_merge_spec == merged
+    made = [
+        getattr(bpipe, name)(own, M, mse, *specs, merged, False, True, True, options=bpipe.Options(timeout_s=5.0))
+        for own in stages_of(loopback)
+    ]
+    assert not made[0].scale_grads and made[0].session.context.specs.output == merged
     assert (made[0]._args_chunk_spec, made[0]._kwargs_chunk_spec) == (specs or (None, None))
     x = torch.randn(2 * M, WIDTH)
     (out,) = loopback.step(made, x, target=x)
@@ -275,8 +365,10 @@ def test_what_is_set_holds_from_the_next_step_on() -> None:
     torch.testing.assert_close(torch.stack(fewer).mean(), 2 * torch.stack(losses).mean())
     torch.testing.assert_close(weight.grad, 2 * before)
     for schedule in made:
-        schedule._output_merge_spec = bpipe.TensorChunkSpec(1)
-    assert loopback.step(made, x, target=x).shape == (M, 2 * WIDTH)
+        schedule._args_chunk_spec = (bpipe.TensorChunkSpec(1),)
+    assert loopback.eval(made, torch.randn(3, 2 * M, WIDTH)).shape == (2 * 3, M, WIDTH)
+    with pytest.raises(ConfigurationError, match="kwargs_chunk_spec"):
+        made[0]._kwargs_chunk_spec = {"scale": "rows"}
     with pytest.raises(ConfigurationError, match="_n_microbatches=0"):
         made[0]._n_microbatches = 0
 
@@ -312,7 +404,7 @@ def test_orders_go_through_files(name: str, form: Any, tmp_path: Path) -> None:
     """A file that torch could load: its rows are those of `pipeline_order`, or with transfers."""
     loopback, path = bpipe.Loopback(2), tmp_path / "order.csv"
     made = [getattr(bpipe, name)(own, M, mse) for own in stages_of(loopback)]
-    made[0]._dump_csv(path, form)
+    made[0].dump_csv(path, form)
     order = made[0].pipeline_order if form == "compute_only" else made[0].pipeline_order_with_comms
     assert path.read_text().splitlines() == [",".join(map(str, order[rank])) for rank in (0, 1)]
     x = torch.randn(2 * M, WIDTH)
@@ -336,7 +428,7 @@ def test_a_schedule_that_has_run_takes_another_order() -> None:
     first = loopback.step(made, x, target=x)
     rows = ["0F0,0F1,2F0,2F1,2B0,2B1,0B0,0B1", "1F0,1F1,3F0,3F1,3B0,3B1,1B0,1B1"]
     for schedule in made:
-        schedule._prepare_schedule_with_comms({rank: row.split(",") for rank, row in enumerate(rows)})
+        schedule.load_csv("\n".join(rows))
     assert torch.equal(loopback.step(made, x, target=x), first)
     assert [[str(action) for action in made[0].plan.compute(rank)] for rank in (0, 1)] == [row.split(",") for row in rows]
 
@@ -364,7 +456,7 @@ def test_a_plan_that_the_schedule_was_not_made_for_is_refused() -> None:
     takes_slices = bpipe.PipelineStage(TakesSlices(), 0, 2, "cpu", group=bpipe.Loopback(2).rank(0))
     for schedule, message in (
         (bpipe.Seq1F1B(takes_slices, 2, mse, slices=2), "the plan has slices=1, and Seq1F1B was made with 2: use FromPlan"),
-        (bpipe.OneFOneB(stage, 2, mse, slots=2), "OneFOneB keeps to slots, which a CSV cannot say"),
+        (bpipe.OneFOneB(stage, 2, mse, options=bpipe.Options(slots=2)), "OneFOneB keeps to slots, which a CSV cannot say"),
     ):
         with pytest.raises(ConfigurationError, match=message):
             schedule.load_csv(text)

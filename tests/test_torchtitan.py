@@ -149,12 +149,12 @@ def alone() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
 @pytest.mark.parametrize(
     ("make", "options", "changes"),
     [
-        (bpipe.BalancedOneFOneB, {"timeout_s": 30.0}, {}),
+        (bpipe.BalancedOneFOneB, {"options": bpipe.Options(timeout_s=30.0)}, {}),
         (bpipe.OneFOneB, {"balanced": {"budget": "lowest"}}, {"module_fqns_per_model_part": [["tok_embeddings", "layers.0"], [
             *(f"layers.{i}" for i in range(1, 6)), "norm", "lm_head"]]}),
         (bpipe.Interleaved1F1B, {}, {"pipeline_parallel_layers_per_stage": 2}),
         (bpipe.ZBV, {}, {}),
-        (bpipe.ZBV, {"auto": {"effort": 0}}, {}),
+        (bpipe.ZBV, {"auto": {"options": bpipe.Options(effort=0)}}, {}),
     ],
     ids=["balanced", "in bytes, by names", "interleaved", "zbv", "auto"],
 )  # fmt: skip
@@ -193,6 +193,8 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 def test_an_order_is_kept_or_chosen() -> None:
     with pytest.raises(ConfigurationError, match="give one of them"):
         pipelining_fn(bpipe.ZBV, balanced={}, auto={})
+    with pytest.raises(ConfigurationError, match="options= stands in auto=, too: give all of them there"):
+        pipelining_fn(bpipe.ZBV, auto={"options": bpipe.Options(effort=0)}, options=bpipe.Options(timeout_s=60.0))
 
 
 def test_a_model_without_layers_is_cut_by_names_alone() -> None:

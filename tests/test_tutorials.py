@@ -67,7 +67,6 @@ def use(name: str, code: str, folder: Path) -> None:
     assert not [line for line in shown if line not in lines], name
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", PAGES)
 def test_tutorial(name: str, tmp_path: Path) -> None:
     text, printed = PAGES[name].read_text(), ""

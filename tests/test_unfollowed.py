@@ -253,7 +253,7 @@ def test_transforms_that_refuse_hooks_are_refused_with_the_way_out(transform: An
         train(modules_with(between))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, for forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's own, for forward mode
 @pytest.mark.parametrize(
     "between",
     [

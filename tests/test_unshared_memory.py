@@ -71,7 +71,12 @@ def trained(rank: int, rule: Any, lacks: dict[int, Any]) -> tuple[list[torch.Ten
     torch.manual_seed(rank)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     x = torch.randn(2 * MICROBATCHES, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0))
-    schedule = rule(bpipe.PipelineStage(module, rank, RANKS, "cpu"), MICROBATCHES, loss_fn=nn.functional.mse_loss, timeout_s=20)
+    schedule = rule(
+        bpipe.PipelineStage(module, rank, RANKS, "cpu"),
+        MICROBATCHES,
+        loss_fn=nn.functional.mse_loss,
+        options=bpipe.Options(timeout_s=20),
+    )
     for _ in range(STEPS):
         schedule.step(x, target=x, return_outputs=False)
     context, stats = schedule.session.context, schedule.stats
@@ -90,17 +95,16 @@ def trained(rank: int, rule: Any, lacks: dict[int, Any]) -> tuple[list[torch.Ten
 ALL = range(RANKS)  # rank 1 evicts to ranks 0 and 3
 SHARED = [(1, 0), (0, 2), (0, 0), (1, 0)]  # how many each rank lends to, and how many lend to it
 NONE = [(0, 0)] * RANKS
-rarely = partial(pytest.param, marks=pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(
     "lacks, left, who_warns, why",
     [
         (dict.fromkeys(ALL, limit_files), NONE, ALL, "bytes of it cannot be reserved (File too large)"),
-        rarely(dict.fromkeys(ALL, leave_no_memory), NONE, ALL, "bytes of it cannot be reserved (Cannot allocate memory)"),
-        rarely({3: limit_files}, [(1, 0), (0, 1), (0, 0), (0, 0)], (1, 3), "bytes of it cannot be reserved (File too large)"),
+        (dict.fromkeys(ALL, leave_no_memory), NONE, ALL, "bytes of it cannot be reserved (Cannot allocate memory)"),
+        ({3: limit_files}, [(1, 0), (0, 1), (0, 0), (0, 0)], (1, 3), "bytes of it cannot be reserved (File too large)"),
         ({1: forbid_maps_of_rooms}, NONE, (0, 1, 3), "it cannot be made (as the test says)"),
-        rarely({3: forbid_files}, [(1, 0), (0, 1), (0, 0), (0, 0)], (3,), "it cannot be made (as the test says)"),
+        ({3: forbid_files}, [(1, 0), (0, 1), (0, 0), (0, 0)], (3,), "it cannot be made (as the test says)"),
     ],
     ids=["no large files", "no memory", "no large files at an acceptor", "no maps at the evictor", "no files at an acceptor"],
 )

@@ -29,7 +29,7 @@ SCHEDULES = [
     bpipe.OneFOneB,
     bpipe.BalancedOneFOneB,
     bpipe.ZBH1,
-    Over(bpipe.OneFOneB, {"budget": "lowest", "parts": 2, "inside": True}),
+    Over(bpipe.OneFOneB, {"budget": "lowest", "options": bpipe.Options(parts=2)}),
 ]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import NamedTuple
 
 from benchmarks.published.claim import Claim, Shown
@@ -65,6 +64,12 @@ class Gain(NamedTuple):
         """Return how many times as efficient the balanced plan's stages must be, for a gain."""
         return gain / self.gain
 
+    def cells(self) -> list[str]:
+        """Return its row of the table."""
+        low, high = map(self.ratio_for, BPIPE_GAINS)
+        plans = [f"{how}, {size}" for how, size in (self.before, self.after)]
+        return [self.model, *plans, f"{self.gain:.2f}x", f"{low:.2f}", f"{high:.2f}", f"{MOST_EFFICIENT / high:.0%}"]
+
 
 def bpipe_gains() -> Iterator[Gain]:
     """Yield every plan that only balance makes fit, beside the fastest that fits with full and with selective recomputation."""
@@ -78,22 +83,9 @@ def bpipe_gains() -> Iterator[Gain]:
                     yield Gain(scenario.model.name, (how, before), (key[1], key[0]), gain)
 
 
-@cache
 def show_bpipe() -> Shown:
     low, high = BPIPE_GAINS
     gains = list(bpipe_gains())
-    rows = [
-        [
-            one.model,
-            f"{one.before[0]}, {one.before[1]}",
-            f"{one.after[0]}, {one.after[1]}",
-            f"{one.gain:.2f}x",
-            f"{one.ratio_for(low):.2f}",
-            f"{one.ratio_for(high):.2f}",
-            f"{MOST_EFFICIENT / one.ratio_for(high):.0%}",
-        ]
-        for one in gains
-    ]
     alone = {one.before[0]: one.gain for one in gains if one.before[1] == one.after[1]}
     larger = [one for one in gains if one.before[1] < one.after[1]]
     kept = min(one.ratio_for(low) for one in larger if one.before[0] == "selective")
@@ -113,7 +105,7 @@ def show_bpipe() -> Shown:
             f"for {high}x",
             "most that the plain stage may then reach of the peak",
         ),
-        rows=rows,
+        rows=[one.cells() for one in gains],
         text=(
             f"The low end is explained: dropping full recomputation gains {alone['full']:.2f}x at the same microbatch, where a "
             f"stage is as efficient as before. Over selective recomputation, which costs {alone['selective'] - 1:.0%}, it takes a "
@@ -167,7 +159,6 @@ def huang_gains() -> Iterator[Larger]:
         yield Larger(scenario, (before, after), plain.step_s / only.step_s / ratio)
 
 
-@cache
 def show_huang() -> Shown:
     gains = list(huang_gains())
     names = ("GPT-3 96B, attention recomputed", "GPT-3 96B, flash attention", "LLaMA 65B, flash attention")
@@ -221,6 +212,7 @@ HUANG = Claim(
     show=show_huang,
 )
 
+
 def over(bytes_per_s: float) -> Outcome:
     """Return the balanced step of GPT-3 13B on 4 A800 over a link."""
     return outcome(replace(SLOW, bytes_per_s=bytes_per_s), BALANCED, 1)
@@ -236,7 +228,6 @@ def loses_at(loss: float) -> float:
     return high
 
 
-@cache
 def show_slow_links() -> Shown:
     plain_s = outcome(SLOW, PLAIN, 1).step_s
     costs = SLOW.case(1, "none").costs
@@ -286,7 +277,6 @@ def offloaded_step(slots: int, bytes_per_s: float) -> float:
     return simulate(plan, costs).makespan_s / simulate(plain, costs).makespan_s
 
 
-@cache
 def show_pipeoffload() -> Shown:
     fast, slow = (offloaded_step(4, speed) for speed in (link_named("pcie4"), link_named("pcie4") / 2))
     return Shown(
@@ -297,7 +287,6 @@ def show_pipeoffload() -> Shown:
     )
 
 
-@cache
 def show_memory() -> Shown:
     plans = {p: build("balanced_1f1b", p, 4 * p) for p in (4, 8, 16)}
     peaks = ", ".join(f"{max(plan.peak_slots)} on {p} ranks" for p, plan in plans.items())

@@ -5,23 +5,14 @@ from __future__ import annotations
 from functools import cache
 
 from benchmarks.published.claim import Claim, Shown
-from benchmarks.published.scenarios import BALANCED, BYTES_PER_PARAMETER, SCENARIOS, Scenario, Way
+from benchmarks.published.scenarios import BYTES_PER_PARAMETER, SCENARIOS, Scenario
+from bpipe.api.options import Options
 from bpipe.chooser.choose_plan import choose_plan
 from bpipe.chooser.plan_choice import Choice
-from bpipe.estimate import Advice
 from bpipe.estimate.advise_inputs import RESERVED_SHARE
 from bpipe.estimate.workload import DEFAULT_EFFICIENCY
 
-Key = tuple[Way, int, str]
-
 CLASSIC = ("1f1b", "gpipe")
-
-
-def ranked(scenario: Scenario) -> tuple[list[Key], list[Key]]:
-    """Return the plans that fit, the fastest first (of equals, the one that moves less), and those that do not."""
-    outcomes = scenario.outcomes()
-    order = sorted(outcomes, key=lambda key: (float(f"{outcomes[key].step_s:.4g}"), key[0] == BALANCED))
-    return [key for key in order if outcomes[key].fits], [key for key in order if not outcomes[key].fits]
 
 
 @cache
@@ -34,7 +25,7 @@ def chosen(scenario: Scenario, *, of_all: bool) -> Choice:
         schedules=None if of_all else CLASSIC,
         stages_per_rank=(1, 2, 4) if of_all else (1,),
         slices=slices,
-        effort=0,
+        options=Options(effort=0),
         **scenario.described,
     )
 
@@ -45,18 +36,6 @@ def gains(choice: Choice, most: int) -> str:
     return "; ".join(f"{one.least_s / choice.step_s:.2f}x over {one.name}" for one in shown) or "no other plan that fits is as fast"
 
 
-@cache
-def advice_on(scenario: Scenario) -> Advice:
-    """Return what `bpipe.advise` says."""
-    return scenario.advice()
-
-
-def told(scenario: Scenario, key: Key) -> str:
-    """Return a plan in words, without what all plans of a scenario share."""
-    way, size, how = key
-    return f"{way}" + f", microbatch {size}" * (len(scenario.efficiency) > 1) + f", {how}" * (len(scenario.recomputations) > 1)
-
-
 def cells(scenario: Scenario) -> list[str]:
     """Return a scenario's row."""
     classic, best = (chosen(scenario, of_all=of_all) for of_all in (False, True))
@@ -64,7 +43,6 @@ def cells(scenario: Scenario) -> list[str]:
     return [scenario.name, scenario.source, classic.name, gains(classic, 2), best.name, over]
 
 
-@cache
 def show_choices() -> Shown:
     return Shown(
         brief="see the table: what is chosen of 1F1B and GPipe and of everything, and what that gains",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+
+from benchmarks.tables import table
 
 COMMAND = "python -m benchmarks.published"
 
@@ -52,22 +55,20 @@ class Claim:
         return f"`{COMMAND} {self.name}`"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield the lines of a table."""
-    yield "| " + " | ".join(columns) + " |"
-    yield "|" + " --- |" * len(columns)
-    for row in rows:
-        yield "| " + " | ".join(row) + " |"
+@cache
+def shown_of(claim: Claim) -> Shown:
+    """Build a claim's plans and simulate them, once."""
+    return claim.show()
 
 
 def line(claim: Claim) -> list[str]:
     """Return the cells of a claim in the table of all claims."""
-    return [f"{claim.title}: {claim.published}", claim.source, claim.reach, claim.show().brief, claim.command]
+    return [f"{claim.title}: {claim.published}", claim.source, claim.reach, shown_of(claim).brief, claim.command]
 
 
 def section(claim: Claim) -> Iterator[str]:
     """Yield the lines of a claim's own section, if its figures need a table."""
-    shown = claim.show()
+    shown = shown_of(claim)
     if shown.rows:
         yield from (f"## {claim.title}", "", f"Published: {claim.published}. Source: {claim.source}.", "")
         if claim.assumed:

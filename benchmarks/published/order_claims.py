@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from benchmarks.published.claim import Claim, Shown
 from benchmarks.published.scenarios import Way, plan_of
 from bpipe.estimate.long_contexts import halves
@@ -48,7 +46,6 @@ def bitpipe_gain(peer: str, m: int) -> float:
     return step(schedule, 8, m, stages_per_rank) / step("bitpipe", 8, m, 4)
 
 
-@cache
 def show_bitpipe() -> Shown:
     gains = {peer: [bitpipe_gain(peer, m) for m in (8, 16)] for peer in PEERS}
     rows = [[peer, PEERS[peer][2], *(f"{gain:.2f}x" for gain in each)] for peer, each in gains.items()]
@@ -101,7 +98,6 @@ def overhead_for(gain: float, ideal: float, k: int) -> float:
     return (ideal / gain - 1) / k
 
 
-@cache
 def show_terapipe() -> Shown:
     rows, overheads = [], []
     for p, m, k, gain in TERAPIPE_SETTINGS:
@@ -152,7 +148,6 @@ def seq_gain(p: int, m: int, k: int) -> tuple[float, float]:
     return step("1f1b", p, m) / simulate(plan, UNITS.of_slices(plan)).makespan_s, max(plan.peak_slots) / k
 
 
-@cache
 def show_seq_1f1b() -> Shown:
     (two, peak2), (four, peak4) = (seq_gain(8, 32, k) for k in (2, 4))
     return Shown(
@@ -175,7 +170,6 @@ SEQ_1F1B = Claim(
 # Backwards in halves, and a V.
 
 
-@cache
 def show_zero_bubble() -> Shown:
     gains = [step("1f1b", 8, m) / step("zbv", 8, m, 2) for m in (16, 24, 32)]
     peak = max(build("zbv", 16, 24).peak_slots) / 2
@@ -197,7 +191,6 @@ ZERO_BUBBLE = Claim(
 )
 
 
-@cache
 def show_v_shapes() -> Shown:
     peaks = {name: [max(build(name, 2 * p, 2 * p).peak_slots) / 2 / p for p in (8, 16)] for name in ("v_half", "v_min")}
     gains = [step("1f1b", 8, 16) / step(name, 8, 16, 2) for name in peaks]
@@ -231,7 +224,6 @@ def over_work(plan: Plan, attention: float) -> float:
     return simulate(plan, Costs(forward_s=1 / parts, backward_s=i + w, input_s=i)).makespan_s / work_s
 
 
-@cache
 def show_long_context() -> Shown:
     shares = (0.0, 0.2, 0.4)
     plans = {way: plan_of(way, 8, 32) for way in LONG}
@@ -273,7 +265,6 @@ def dualpipe_bubble(overlapped_share: float) -> float:
     return max(map(one.bubble_s, range(8)))
 
 
-@cache
 def show_dualpipe() -> Shown:
     none, full = dualpipe_bubble(0.0), dualpipe_bubble(1 / 3)
     return Shown(

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from benchmarks.published import scenarios
 from benchmarks.published.claim import Claim, Shown
 from benchmarks.published.order_claims import step, timeline
@@ -41,7 +39,6 @@ def filled_gain(one: Timeline, piece_s: float) -> float:
     return used_s / sum(map(one.work_s, ranks))
 
 
-@cache
 def show_pipefill() -> Shown:
     idle, share = published_idle()
     rows = []
@@ -98,7 +95,6 @@ def hidden_from(element_bytes: float | None) -> int:
     )
 
 
-@cache
 def show_swarm() -> Shown:
     return Shown(
         brief=(
@@ -118,7 +114,6 @@ SWARM = Claim(
 )
 
 
-@cache
 def show_local_learning() -> Shown:
     gains = [step("1f1b", 4, m) / step("local_learning", 4, m) for m in (8, 32)]
     return Shown(brief=f"4 stages: {gains[0]:.2f}x of 1F1B at 8 microbatches and {gains[1]:.2f}x at 32, holding one microbatch")
@@ -134,7 +129,6 @@ LOCAL_LEARNING = Claim(
 )
 
 
-@cache
 def show_vocabulary() -> Shown:
     even, moved = (outcome(scenarios.VOCABULARY, way, 1).step_s for way in (PLAIN, *scenarios.VOCABULARY.ways))
     costs, p = scenarios.VOCABULARY.case(1, "none").costs, scenarios.VOCABULARY.num_ranks

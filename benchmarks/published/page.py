@@ -7,7 +7,8 @@ from pathlib import Path
 from benchmarks.published import balance_claims, order_claims, other_claims
 from benchmarks.published.breadth_first import BREADTH_FIRST
 from benchmarks.published.choices import CHOICES
-from benchmarks.published.claim import COMMAND, Claim, line, section, table
+from benchmarks.published.claim import COMMAND, Claim, line, section
+from benchmarks.tables import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "published.md"
 

@@ -6,23 +6,22 @@ number of microbatches and the budget of a rank. `Scenario.ways` names the plans
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from bpipe.estimate import Advice, Transformer
+from bpipe.estimate import Transformer
 from bpipe.estimate.advise_inputs import RESERVED_SHARE
-from bpipe.estimate.advisor import advise
 from bpipe.estimate.devices import GIB, Device, device_named
 from bpipe.estimate.even_slices import even_shares
 from bpipe.estimate.execution import Execution
 from bpipe.estimate.long_contexts import attention_share, halves
 from bpipe.estimate.models import model_named
-from bpipe.estimate.workload import DEFAULT_EFFICIENCY, Links, ModelWorkload
+from bpipe.estimate.workload import DEFAULT_EFFICIENCY, Links, Load, ModelWorkload
 from bpipe.passes.balance.balance import default_slots
 from bpipe.passes.recompute import recompute
-from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
+from bpipe.schedules import Costs, Link, Op, Plan, build, finish, simulate
 
 BYTES_PER_PARAMETER = 18.0
 
@@ -65,30 +64,16 @@ class Case:
     """What a chooser knows of one microbatch size and recomputation.
 
     Args:
-        microbatch_size: sequences.
-        recomputation: of each stage.
         num_microbatches: of a step.
         costs: of a microbatch on each stage, and of the links; I and W are the halves of B that attention's share gives.
         budget: bytes that a rank may hold, static bytes included.
         attention: the part of a layer's forward that attention's core takes.
     """
 
-    microbatch_size: int
-    recomputation: str
     num_microbatches: int
     costs: Costs
     budget: int
     attention: float
-
-    def sizes(self, plan: Plan) -> Sizes:
-        """Return the bytes of a microbatch on each stage of a plan, and the static bytes of its ranks."""
-        sent = [self.costs.carried(Action(Op.SEND_F, stage, 0)) for stage in range(plan.num_stages - 1)]
-        stages = tuple(
-            StageSizes(parts=(self.costs.saved(stage),), received=before, sent=after)
-            for stage, (before, after) in enumerate(zip([0, *sent], [*sent, 0]))
-        )
-        static = tuple(sum(map(self.costs.static, plan.stages_of(rank))) for rank in range(plan.num_ranks))
-        return Sizes(stages=stages, static=static)
 
     def costs_of(self, plan: Plan) -> Costs:
         """Return the costs of a plan's microbatches, or of their slices, which cost the same."""
@@ -134,6 +119,10 @@ class Scenario:
     bytes_per_s: float | None = None
     ways: tuple[Way, ...] = ()
 
+    @property
+    def links(self) -> Links:
+        return Links(link=Link(bytes_per_s=self.bytes_per_s or self.device.link_bytes_per_s))
+
     def workload(self, layers: tuple[int, ...] | None = None) -> ModelWorkload:
         return ModelWorkload(
             model=self.model,
@@ -142,27 +131,22 @@ class Scenario:
             device=self.device,
             efficiency=self.efficiency,
             bytes_per_parameter=BYTES_PER_PARAMETER,
-            links=Links(link=Link(bytes_per_s=self.bytes_per_s or self.device.link_bytes_per_s)),
-            layers=layers,
+            layers_by_stage=layers,
         )
 
     def case(self, microbatch_size: int, recomputation: str, way: Way = PLAIN) -> Case:
         """Return what a chooser knows, for the stages of a plan."""
-        load = self.workload(way.layers).load(self.num_ranks * way.stages_per_rank, microbatch_size, recomputation)
+        workload, load = self.workload(way.layers), Load(microbatch_size, recomputation)
+        num_stages = self.num_ranks * way.stages_per_rank
+        costs = self.links.between(workload.exact_costs(load, workload.ends(num_stages)))
         i, w = halves(attention_share(self.model))
-        backward_s = [load.costs.seconds(Op.B, stage, 0) for stage in range(self.num_ranks * way.stages_per_rank)]
+        input_s = [costs.seconds(Op.B, stage, 0) * i / (i + w) for stage in range(num_stages)]
         return Case(
-            microbatch_size=microbatch_size,
-            recomputation=recomputation,
             num_microbatches=self.batch // microbatch_size,
-            costs=replace(load.costs, input_s=[seconds * i / (i + w) for seconds in backward_s]),
-            budget=self.device.memory_bytes - max(round(RESERVED_SHARE * self.device.memory_bytes), load.working_bytes),
+            costs=replace(costs, input_s=input_s, weight_s=None),
+            budget=self.device.memory_bytes - max(round(RESERVED_SHARE * self.device.memory_bytes), workload.working_bytes(load)),
             attention=attention_share(self.model),
         )
-
-    def cases(self) -> Iterator[Case]:
-        """Yield each microbatch size with each recomputation."""
-        yield from (self.case(size, how) for size in self.efficiency for how in self.recomputations)
 
     @property
     def described(self) -> dict[str, Any]:
@@ -177,10 +161,6 @@ class Scenario:
             "efficiency": self.efficiency,
             "link": self.bytes_per_s,
         }
-
-    def advice(self) -> Advice:
-        """Return what `bpipe.advise` says."""
-        return advise(self.model, num_stages=self.num_ranks, **self.described)
 
     def outcomes(self) -> dict[tuple[Way, int, str], Outcome]:
         """Return what every plan does with every microbatch size and recomputation."""

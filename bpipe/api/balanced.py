@@ -8,12 +8,15 @@ import torch
 
 from bpipe.api.description import described
 from bpipe.api.given_plan import GivenPlan
-from bpipe.api.measured_plans import RESERVE_BYTES, MeasuredPlans
-from bpipe.api.policy import MARGIN, Budget, Measure, Policy, Way
+from bpipe.api.measured_plans import MeasuredPlans
+from bpipe.api.options import BALANCING, Options, options_for, values_of
+from bpipe.api.policy import Budget, Policy, Way
 from bpipe.api.schedule import Schedule
+from bpipe.backward.without_loss import check_loss
+from bpipe.comm.transport.process_group import group_of
 from bpipe.device import is_asynchronous
 from bpipe.errors import ConfigurationError
-from bpipe.memory.optimizers import States
+from bpipe.memory.optimizers import Optimizers, States
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.sizes import Sizes
 from bpipe.schedules import Costs
@@ -30,17 +33,17 @@ class Balanced(Schedule):
     microbatch at a time, which needs no more memory than the later steps: ranks take turns in it, so it may take p times as
     long. Before the second step the ranks exchange their measurements, and all make and prove the same plan. bpipe notices
     sizes that grow although shapes are the same when it computes `schedule.stats`, and measures again; if sizes vary within a
-    step, plans leave a `margin`.
+    step, plans leave a margin.
 
     If results depend on the order, a step that measures keeps the schedule's own order, on all ranks: this is so if stages of a
     rank share a parameter or a buffer, or if one of them has a Dropout, RReLU, RNN or MultiheadAttention that draws random numbers.
     Some dependences show only in the step itself: it then raises a StageError in the first microbatch that shows one, and
-    `measure="in_order"` is the remedy. These are a backward that draws random numbers (torch's, Python's, NumPy's, a generator of
-    the module), or that changes a parameter or a buffer, which a later forward may read; with several stages on a rank, a forward
-    that draws, or a tensor in which gradients of two stages add up. If a backward changes another attribute of a module (a log, a
-    bucket of gradients), a warning names it, because only its author knows whether a forward reads it. bpipe does not see values
-    held only by a global or a closure, nor a forward that reads gradients or a backward that reads values changed by later
-    forwards: such modules need `measure="in_order"` too.
+    `Options(measure="in_order")` is the remedy. These are a backward that draws random numbers (torch's, Python's, NumPy's, a
+    generator of the module), or that changes a parameter or a buffer, which a later forward may read; with several stages on a
+    rank, a forward that draws, or a tensor in which gradients of two stages add up. If a backward changes another attribute of a
+    module (a log, a bucket of gradients), a warning names it, because only its author knows whether a forward reads it. bpipe does
+    not see values held only by a global or a closure, nor a forward that reads gradients or a backward that reads values changed by
+    later forwards: such modules need that, too.
 
     A whole number among the inputs (`step(x, it=step)`) counts as part of their shapes until three of its values have taken
     the same memory and messages; one that changes messages later, or lets evicted microbatches grow, counts again. True, text
@@ -58,23 +61,17 @@ class Balanced(Schedule):
             dropped.
         budget: the most bytes that each rank may use, static ones included, one number or one for each rank of the plan (None:
             no limit); "auto": on CUDA the bytes that the rank uses already plus those that are free when the plan is made, less
-            `reserve_bytes`, on CPU as low as possible; "lowest": as low as possible; None: count microbatches, as
+            `Options.reserve_bytes`, on CPU as low as possible; "lowest": as low as possible; None: count microbatches, as
             `BalancedOneFOneB` does.
-        parts: the most parts, up to 64, into which a microbatch may be cut, each of which can move by itself. Parts are whole
-            storages, so there are never more parts than saved storages.
-        inside: whether parts also leave and return inside forwards and backwards, which reaches the mean of the ranks. Where a
-            part is cut off, operations may hold up to one part and one message more than is planned.
         to: the ranks that may store a rank's evicted activations; default: its pair p-1-x, then any rank with free memory.
             `Destinations(host="last")` lets ranks use their host's memory if no rank has free memory.
         costs: how long computations and transfers take, if known: transfers that can be hidden are evicted first.
         sizes: the bytes of a microbatch on each stage and the static bytes of each rank, if known: then no step is measured.
-        reserve_bytes: with budget "auto", the bytes that stay free for memory that operations need while they run, such as the
-            last stage's softmax, and for fragmentation. Default: 1 GiB.
-        optimizer: the optimizer whose states count as static bytes of this rank. A torch.optim.Optimizer is found without it once
-            it has stepped. Give one whose states were loaded, so that they count from the first step on, or an object of another
-            kind that has a mapping `state` with a pytree of tensors for each parameter. States that grow (LBFGS's do in its first
-            steps) cause a new plan each time. The states of this rank's parameters count, or all of them if it has none of these,
-            because it works on copies.
+        optimizer: the optimizer whose states count as static bytes of this rank, or several in a list or a dict. A
+            torch.optim.Optimizer is found without it once it has stepped. Give one whose states were loaded, so that they count
+            from the first step on, or an object of another kind that has a mapping `state` with a pytree of tensors for each
+            parameter. States that grow (LBFGS's do in its first steps) cause a new plan each time. The states of this rank's
+            parameters count, or all of them if it has none of these, because it works on copies.
         replicas: a process group of the ranks that hold the same stages in other pipelines: their sizes are compared, and
             refused if they differ. Collective over it in the second training step with inputs of a form, so replicas change
             the shapes and the plain values of their inputs in the same steps. Their modules may change in different ones.
@@ -85,11 +82,7 @@ class Balanced(Schedule):
             the plan's bytes. Stages next to each other on one rank, as in a V, keep their activations. "evict_or_recompute"
             evicts as long as transfers can be hidden according to `costs`, and recomputes the rest if a simulated step is then
             shorter, or if no rank has free memory; it needs `costs` and a budget in bytes.
-        measure: "auto", or "in_order": steps that measure keep the schedule's own order in any case. They are balanced by count
-            then, as with budget=None, and need the memory for that: with one stage per rank, at most ceil((p+2)/2) microbatches.
-        margin: for a stage whose microbatches took different memory in one step (stochastic depth, sizes that depend on data),
-            plan for the largest one seen plus this share of its saved bytes, so that not each new largest one is
-            measured again; 0.1 is a tenth. Stages that never varied, and `sizes`, get no margin.
+        options: `parts`, `measure`, `margin` and `reserve_bytes`.
 
     Raises:
         ConfigurationError: the arguments cannot work together, or the schedule has run or is balanced already.
@@ -119,27 +112,24 @@ class Balanced(Schedule):
         schedule: Schedule,
         budget: Budget = "auto",
         *,
-        parts: int = 1,
-        inside: bool = False,
         to: Destinations | None = None,
         costs: Costs | None = None,
         sizes: Sizes | None = None,
-        reserve_bytes: int = RESERVE_BYTES,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizers | None = None,
         replicas: Any = None,
         by: Way = "evict",
-        measure: Measure = "auto",
-        margin: float = MARGIN,
+        options: Options | None = None,
     ) -> None:
         check_unused(schedule)
+        replicas = group_of(replicas)
         if replicas is not None and not isinstance(replicas, torch.distributed.ProcessGroup):
             raise ConfigurationError(f"replicas must be a process group of torch.distributed, got {type(replicas).__qualname__}")
         to = Destinations() if to is None else to
-        policy = Policy(
-            budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes, by=by, measure=measure, margin=margin
-        )
+        chosen = values_of(options_for("Balanced", options, BALANCING), BALANCING)
+        policy = Policy(budget=budget, to=to, costs=costs, sizes=sizes, by=by, **chosen)
         policy.check(schedule.plan)
         context = schedule.session.context
+        check_loss(context.loss_fn, "Balanced", optimizer=optimizer)
         device, asked = context.transport.device, f"{policy} {replicas is not None}"
         is_lowest = budget == "lowest" or (budget == "auto" and not is_asynchronous(device))
         states = States(device, optimizer)
@@ -147,9 +137,7 @@ class Balanced(Schedule):
         if budget is None or sizes is not None:
             self._source: PlanSource = GivenPlan(*what, context.plan_rank, is_lowest=is_lowest, asked=asked)
         else:
-            self._source = MeasuredPlans(
-                *what, context, replicas=replicas, reserve_bytes=reserve_bytes, is_lowest=is_lowest, asked=asked
-            )
+            self._source = MeasuredPlans(*what, context, replicas=replicas, is_lowest=is_lowest, asked=asked)
         self.rule, self.group, self._session = schedule.rule, schedule.group, schedule.hand_over()
         self._budget = policy.said_budget()
         context.states = states

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from bpipe.api.options import RUNNING, SLICING, Options, options_for
 from bpipe.api.schedule import Schedule
-from bpipe.comm.health.watchdog import SLOW_S
-from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
 from bpipe.errors import ConfigurationError
-from bpipe.schedules import Plan, build, verify
-from bpipe.slices.positions import Lengths
+from bpipe.schedules import Plan, verify
+from bpipe.slices.positions import numbers_of
 
 __all__ = [
     "ZBH1",
@@ -42,9 +42,8 @@ class OneFOneB(Schedule):
 
     Example:
         >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(1)
-        >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, "cpu", group=loopback.rank(0))
+        >>> from bpipe import PipelineStage
+        >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, "cpu")
         >>> schedule = OneFOneB(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
         >>> schedule.step(torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
         torch.Size([4, 4])
@@ -57,15 +56,9 @@ class GPipe(Schedule):
     """GPipe: all forwards, then all backwards; every rank holds m microbatches (Huang et al., arXiv 1811.06965).
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(4)
-        >>> stages = [PipelineStage(nn.Linear(4, 4), rank, 4, "cpu", loopback.rank(rank)) for rank in range(4)]
-        >>> schedules = [GPipe(stage, 8, loss_fn=nn.functional.mse_loss) for stage in stages]
-        >>> loopback.step(schedules, torch.zeros(8, 4), target=torch.zeros(8, 4)).shape
-        torch.Size([8, 4])
-        >>> [int(schedule.stats["peak_slots"]) for schedule in schedules]
-        [8, 8, 8, 8]
+        >>> from bpipe.schedules import build
+        >>> build(GPipe.rule, num_stages=4, num_microbatches=8).peak_slots
+        (8, 8, 8, 8)
     """
 
     rule = "gpipe"
@@ -74,7 +67,7 @@ class GPipe(Schedule):
 class BalancedOneFOneB(Schedule):
     """1F1B in which early ranks evict saved activations to late ones (BPipe, Kim et al., ICML 2023).
 
-    Every rank holds at most `slots` microbatches, by default ceil((p+2)/2), remote activations and transfers in flight included.
+    Every rank holds at most `Options.slots` microbatches, by default ceil((p+2)/2), remote ones and those in flight included.
     The gradients are `OneFOneB`'s to the bit. If a late stage needs the most memory, for example because of a large head, remote
     activations may make its rank fuller than any rank was before: the logger "bpipe" warns of it after the first step, and
     `Balanced` counts bytes instead.
@@ -82,15 +75,9 @@ class BalancedOneFOneB(Schedule):
     Arguments, methods and errors are `Schedule`'s.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(4)
-        >>> stages = [PipelineStage(nn.Linear(4, 4), rank, 4, "cpu", loopback.rank(rank)) for rank in range(4)]
-        >>> schedules = [BalancedOneFOneB(stage, 8, loss_fn=nn.functional.mse_loss) for stage in stages]
-        >>> loopback.step(schedules, torch.zeros(8, 4), target=torch.zeros(8, 4)).shape
-        torch.Size([8, 4])
-        >>> [int(schedule.stats["peak_slots"]) for schedule in schedules]
-        [3, 3, 2, 3]
+        >>> from bpipe.schedules import build
+        >>> build(BalancedOneFOneB.rule, num_stages=4, num_microbatches=8).peak_slots
+        (3, 3, 2, 3)
     """
 
     rule = "balanced_1f1b"
@@ -105,15 +92,9 @@ class ZBH1(Schedule):
     changes its gradient in place is refused. `retain_grad()` on such a tensor may add its gradient up twice.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(4)
-        >>> stages = [PipelineStage(nn.Linear(4, 4), rank, 4, "cpu", loopback.rank(rank)) for rank in range(4)]
-        >>> schedules = [ZBH1(stage, 8, loss_fn=nn.functional.mse_loss) for stage in stages]
-        >>> loopback.step(schedules, torch.zeros(8, 4), target=torch.zeros(8, 4)).shape
-        torch.Size([8, 4])
-        >>> [int(schedule.stats["peak_slots"]) for schedule in schedules]
-        [4, 4, 4, 4]
+        >>> from bpipe.schedules import build
+        >>> build(ZBH1.rule, num_stages=4, num_microbatches=8).peak_slots
+        (4, 4, 4, 4)
     """
 
     rule = "zb_h1"
@@ -123,15 +104,9 @@ class ZBH2(Schedule):
     """ZB-H2: ZB-H1 with more forwards first, and up to 2p-1 microbatches on a rank, so that no rank waits in between.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(4)
-        >>> stages = [PipelineStage(nn.Linear(4, 4), rank, 4, "cpu", loopback.rank(rank)) for rank in range(4)]
-        >>> schedules = [ZBH2(stage, 8, loss_fn=nn.functional.mse_loss) for stage in stages]
-        >>> loopback.step(schedules, torch.zeros(8, 4), target=torch.zeros(8, 4)).shape
-        torch.Size([8, 4])
-        >>> [int(schedule.stats["peak_slots"]) for schedule in schedules]
-        [7, 7, 7, 7]
+        >>> from bpipe.schedules import build
+        >>> build(ZBH2.rule, num_stages=4, num_microbatches=8).peak_slots
+        (7, 7, 7, 7)
     """
 
     rule = "zb_h2"
@@ -142,19 +117,13 @@ class _Slices(Schedule):
 
     Args:
         slices: k, the slices into which each microbatch is cut along its sequence; stages take them as `bpipe.slices` says. None:
-            stages take microbatches whole, as in a schedule without slices.
-        slice_lengths: of the slices, in positions or as shares of the sequence that add up to 1; or a function that returns the
-            positions of each slice, given those of a microbatch, of which each may have another number; default: equal ones.
-        args_slice_spec: for each positional argument a `TensorChunkSpec` with the dimension of the positions, a `slices.UpTo`, None
-            to give it to each slice whole, or a pytree of these; default: tensors are cut along dimension 1.
-        kwargs_slice_spec: likewise for each keyword argument.
-        target_slice_spec: likewise for the target.
-        output_slice_spec: how the outputs of slices become those of microbatches: a `TensorChunkSpec` or one of torch's reducers
-            for each value; default: tensors are concatenated along dimension 1. Then `output_merge_spec` merges microbatches.
+            stages take microbatches whole, as in a schedule without slices. How sequences are cut is in `options`.
 
     Raises:
-        ConfigurationError: a stage takes no slices, or `slice_lengths` or a spec was given where nothing is cut.
+        ConfigurationError: a stage takes no slices, or options of slices were given where nothing is cut.
     """
+
+    _takes: tuple[str, ...] = ("slots", *RUNNING, *SLICING)
 
     def __init__(
         self,
@@ -165,34 +134,13 @@ class _Slices(Schedule):
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
-        slots: int | Sequence[int | None] | None = None,
         *,
         slices: int | None = 1,
-        slice_lengths: Lengths | None = None,
-        args_slice_spec: tuple[Any, ...] | None = None,
-        kwargs_slice_spec: dict[str, Any] | None = None,
-        target_slice_spec: Any = None,
-        output_slice_spec: Any = None,
-        timeout_s: float | None = None,
-        slow_s: float = SLOW_S,
-        transfers_at_once: int = TRANSFERS_AT_ONCE,
+        options: Options | None = None,
     ) -> None:
-        self._slicing = (slice_lengths, args_slice_spec, kwargs_slice_spec, target_slice_spec, output_slice_spec)
-        if slices is None:
-            if any(option is not None for option in self._slicing):
-                raise ConfigurationError(
-                    f"{self.rule} takes whole microbatches here, but slice_lengths or a slice spec was given: leave these out, or "
-                    "say how many slices there are, by slices=k or, for FromPlan, by a plan that was built with it"
-                )
-            self._slicing = ()
-        self._slices = 1 if slices is None else slices
-        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
-        super().__init__(stage, n_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once)
-
-    def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
-        counts = num_stages, n_microbatches
-        given: dict[str, Any] = {"num_ranks": num_ranks, "slots": slots, "skips": self._skips, "overlapped": self._overlapped}
-        return build(self.rule, *counts, slices=self._slices, **given)
+        self._slices = slices
+        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+        super().__init__(stage, n_microbatches, *arguments, options=options)
 
 
 class Seq1F1B(_Slices):
@@ -202,11 +150,11 @@ class Seq1F1B(_Slices):
 
     Example:
         >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
+        >>> from bpipe import PipelineStage
         >>> class Layer(nn.Linear):
         ...     def forward(self, x, past=()):  # of a slice, and what it returned for the slices before; it needs nothing of them
         ...         return super().forward(x), None
-        >>> stage = PipelineStage(Layer(4, 4), 0, 1, "cpu", group=Loopback(1).rank(0))
+        >>> stage = PipelineStage(Layer(4, 4), 0, 1, "cpu")
         >>> schedule = Seq1F1B(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss, slices=2)
         >>> x = torch.zeros(2, 6, 4)  # two sequences of six positions: two microbatches of two slices each
         >>> schedule.step(x, target=x).shape
@@ -220,16 +168,9 @@ class TeraPipe(_Slices):
     """TeraPipe: GPipe over slices of each microbatch's sequence; every rank holds m microbatches (Li et al., arXiv 2102.07988).
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> class Layer(nn.Linear):
-        ...     def forward(self, x, past=()):  # of a slice, and what it returned for the slices before; it needs nothing of them
-        ...         return super().forward(x), None
-        >>> stage = PipelineStage(Layer(4, 4), 0, 1, "cpu", group=Loopback(1).rank(0))
-        >>> schedule = TeraPipe(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss, slices=2)
-        >>> x = torch.zeros(2, 6, 4)  # two sequences of six positions: two microbatches of two slices each
-        >>> schedule.step(x, target=x).shape
-        torch.Size([2, 6, 4])
+        >>> from bpipe.schedules import build
+        >>> build(TeraPipe.rule, num_stages=4, num_microbatches=8, slices=2).peak_slots  # in slices
+        (16, 16, 16, 16)
     """
 
     rule = "tera_pipe"
@@ -251,17 +192,17 @@ class FromPlan(_Slices):
 
     Example:
         >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
+        >>> from bpipe import PipelineStage
         >>> from bpipe.schedules import Plan, build
-        >>> text = build("1f1b", num_stages=2, num_microbatches=4).to_text()
-        >>> loopback = Loopback(2)
-        >>> stages = [PipelineStage(nn.Linear(4, 4), i, 2, "cpu", loopback.rank(i)) for i in range(2)]
-        >>> schedules = [FromPlan(stage, Plan.from_text(text), loss_fn=nn.functional.mse_loss) for stage in stages]
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        >>> text = build("1f1b", num_stages=1, num_microbatches=4).to_text()
+        >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, "cpu")
+        >>> schedule = FromPlan(stage, Plan.from_text(text), loss_fn=nn.functional.mse_loss)
+        >>> schedule.step(torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
         torch.Size([4, 4])
     """
 
     is_single = False
+    _takes = (*RUNNING, *SLICING)
     _may_be_uneven = True
 
     def __init__(
@@ -274,39 +215,24 @@ class FromPlan(_Slices):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
-        slice_lengths: Lengths | None = None,
-        args_slice_spec: tuple[Any, ...] | None = None,
-        kwargs_slice_spec: dict[str, Any] | None = None,
-        target_slice_spec: Any = None,
-        output_slice_spec: Any = None,
-        timeout_s: float | None = None,
-        slow_s: float = SLOW_S,
-        transfers_at_once: int = TRANSFERS_AT_ONCE,
+        options: Options | None = None,
     ) -> None:
         verify(plan)
         if not plan.has_backward:
             raise ConfigurationError(f"plan {plan.name!r} has no backwards: give a plan that trains, and call eval() to evaluate")
         self._given, self.rule = plan, plan.name
-        if plan.slices > 1 and slice_lengths is not None and not callable(slice_lengths) and len(slice_lengths) != plan.slices:
-            raise ConfigurationError(
-                f"plan {plan.name!r} cuts each microbatch into {plan.slices} slices, but slice_lengths={list(slice_lengths)} has "
-                f"{len(slice_lengths)}: give one length for each slice, or a plan with slices={len(slice_lengths)}"
-            )
+        options = options_for(type(self).__name__, options, self._takes)
+        if options.slice_lengths is not None and not callable(options.slice_lengths):
+            numbers = numbers_of(options.slice_lengths)
+            options = replace(options, slice_lengths=numbers or options.slice_lengths)
+            if plan.slices > 1 and 0 < len(numbers) != plan.slices:
+                raise ConfigurationError(
+                    f"plan {plan.name!r} cuts each microbatch into {plan.slices} slices, but slice_lengths={numbers} has "
+                    f"{len(numbers)}: give one length for each slice, or a plan with slices={len(numbers)}"
+                )
         arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
-        super().__init__(
-            stage,
-            plan.num_microbatches,
-            *arguments,
-            slices=plan.slices if plan.slices > 1 else None,
-            slice_lengths=slice_lengths,
-            args_slice_spec=args_slice_spec,
-            kwargs_slice_spec=kwargs_slice_spec,
-            target_slice_spec=target_slice_spec,
-            output_slice_spec=output_slice_spec,
-            timeout_s=timeout_s,
-            slow_s=slow_s,
-            transfers_at_once=transfers_at_once,
-        )
+        slices = plan.slices if plan.slices > 1 else None
+        super().__init__(stage, plan.num_microbatches, *arguments, slices=slices, options=options)
 
     def _make_plan(self, num_stages: int, num_ranks: int, *_: Any) -> Plan:
         plan = self._given
@@ -334,16 +260,11 @@ class _Stages(Schedule):
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
-        slots: int | Sequence[int | None] | None = None,
         *,
-        timeout_s: float | None = None,
-        slow_s: float = SLOW_S,
-        transfers_at_once: int = TRANSFERS_AT_ONCE,
+        options: Options | None = None,
     ) -> None:
-        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
-        super().__init__(
-            stages, n_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once
-        )
+        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+        super().__init__(stages, n_microbatches, *arguments, options=options)
 
 
 class Interleaved1F1B(_Slices):
@@ -375,35 +296,14 @@ class Interleaved1F1B(_Slices):
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
-        slots: int | Sequence[int | None] | None = None,
         *,
         slices: int | None = None,
-        slice_lengths: Lengths | None = None,
-        args_slice_spec: tuple[Any, ...] | None = None,
-        kwargs_slice_spec: dict[str, Any] | None = None,
-        target_slice_spec: Any = None,
-        output_slice_spec: Any = None,
         overlapped: bool = False,
-        timeout_s: float | None = None,
-        slow_s: float = SLOW_S,
-        transfers_at_once: int = TRANSFERS_AT_ONCE,
+        options: Options | None = None,
     ) -> None:
         self._overlapped = overlapped
-        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
-        super().__init__(
-            stages,
-            n_microbatches,
-            *arguments,
-            slices=slices,
-            slice_lengths=slice_lengths,
-            args_slice_spec=args_slice_spec,
-            kwargs_slice_spec=kwargs_slice_spec,
-            target_slice_spec=target_slice_spec,
-            output_slice_spec=output_slice_spec,
-            timeout_s=timeout_s,
-            slow_s=slow_s,
-            transfers_at_once=transfers_at_once,
-        )
+        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+        super().__init__(stages, n_microbatches, *arguments, slices=slices, options=options)
 
 
 class InterleavedZeroBubble(_Stages):
@@ -413,13 +313,10 @@ class InterleavedZeroBubble(_Stages):
     at most p of them. Arguments are `Schedule`'s, except `stages`, the list of this rank's stages; hooks are as in `ZBH1`.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(2)
-        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, r + 2)] for r in range(2)]
-        >>> schedules = [InterleavedZeroBubble(of_rank, 4, nn.functional.mse_loss) for of_rank in stages]
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> from bpipe.schedules import build
+        >>> plan = build(InterleavedZeroBubble.rule, num_stages=4, num_microbatches=2, num_ranks=2)
+        >>> print(*plan.compute(rank=0))
+        0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
     """
 
     rule = "interleaved_zb"
@@ -432,13 +329,10 @@ class BreadthFirst(_Stages):
     gradients once, for any number of microbatches. Arguments are `Schedule`'s, except `stages`, the list of this rank's stages.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(2)
-        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, r + 2)] for r in range(2)]
-        >>> schedules = [BreadthFirst(of_rank, 4, loss_fn=nn.functional.mse_loss) for of_rank in stages]
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> from bpipe.schedules import build
+        >>> plan = build(BreadthFirst.rule, num_stages=4, num_microbatches=2, num_ranks=2)
+        >>> print(*plan.compute(rank=0))
+        0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
     """
 
     rule = "breadth_first"
@@ -467,13 +361,9 @@ class VHalf(_Stages):
     """V-Half: half of 1F1B's memory, (p+2)//2 microbatches on every rank, placed as in `ZBV` (Qi et al., arXiv 2405.15362).
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(2)
-        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
-        >>> schedules = [VHalf(of_rank, 4, loss_fn=nn.functional.mse_loss) for of_rank in stages]
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> from bpipe.schedules import build
+        >>> build(VHalf.rule, num_stages=8, num_microbatches=8, num_ranks=4).peak_slots  # a microbatch takes two, one in each stage
+        (6, 6, 6, 6)
     """
 
     rule = "v_half"
@@ -483,13 +373,9 @@ class VMin(_Stages):
     """V-Min: a third of 1F1B's memory, (p+4)//3 microbatches on every rank, placed as in `ZBV` (Qi et al., arXiv 2405.15362).
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(2)
-        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
-        >>> schedules = [VMin(of_rank, 4, loss_fn=nn.functional.mse_loss) for of_rank in stages]
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> from bpipe.schedules import build
+        >>> build(VMin.rule, num_stages=8, num_microbatches=8, num_ranks=4).peak_slots  # a microbatch takes two, one in each stage
+        (4, 4, 4, 4)
     """
 
     rule = "v_min"
@@ -528,17 +414,10 @@ class BitPipeReordered(_Stages):
     """`BitPipe` whose units of p microbatches are mixed: shorter steps for m > p, with p/4 - 1/2 more microbatches on a rank.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback, model = Loopback(2), [nn.Linear(4, 4) for _ in range(4)]
-        >>> def stage(index, rank):
-        ...     module = nn.Linear(4, 4)
-        ...     module.load_state_dict(model[index % 4].state_dict())
-        ...     return PipelineStage(module, index, 8, "cpu", loopback.rank(rank), directions=2)
-        >>> held = ([0, 3, 5, 6], [1, 2, 4, 7])
-        >>> ranks = [BitPipeReordered([stage(s, r) for s in held[r]], 2, nn.functional.mse_loss) for r in range(2)]
-        >>> loopback.step(ranks, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> from bpipe.schedules import Costs, build, simulate
+        >>> plans = [build(cls.rule, num_stages=16, num_microbatches=16, num_ranks=4) for cls in (BitPipe, BitPipeReordered)]
+        >>> [simulate(plan, Costs(forward_s=1.0)).makespan_s for plan in plans]
+        [103.0, 99.0]
     """
 
     rule = "bitpipe_reordered"
@@ -548,17 +427,10 @@ class BitPipeZB(_Stages):
     """`BitPipe` with backwards in halves: the weights' half fills the waits that are left, within p microbatches on a rank.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback, model = Loopback(2), [nn.Linear(4, 4) for _ in range(4)]
-        >>> def stage(index, rank):
-        ...     module = nn.Linear(4, 4)
-        ...     module.load_state_dict(model[index % 4].state_dict())
-        ...     return PipelineStage(module, index, 8, "cpu", loopback.rank(rank), directions=2)
-        >>> held = ([0, 3, 5, 6], [1, 2, 4, 7])
-        >>> ranks = [BitPipeZB([stage(s, r) for s in held[r]], 2, nn.functional.mse_loss) for r in range(2)]
-        >>> loopback.step(ranks, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> from bpipe.schedules import Costs, build, simulate
+        >>> plan = build(BitPipeZB.rule, num_stages=16, num_microbatches=16, num_ranks=4)
+        >>> simulate(plan, Costs(forward_s=1.0)).makespan_s, plan.peak_slots
+        (97.0, (8, 8, 8, 8))
     """
 
     rule = "bitpipe_zb"
@@ -571,17 +443,10 @@ class Chimera(_Stages):
     is as for `BitPipe`.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback, model = Loopback(2), [nn.Linear(4, 4) for _ in range(2)]
-        >>> def stage(index, rank):
-        ...     module = nn.Linear(4, 4)
-        ...     module.load_state_dict(model[index % 2].state_dict())
-        ...     return PipelineStage(module, index, 4, "cpu", loopback.rank(rank), directions=2)
-        >>> held = ([0, 3], [1, 2])
-        >>> ranks = [Chimera([stage(s, r) for s in held[r]], 2, nn.functional.mse_loss) for r in range(2)]
-        >>> loopback.step(ranks, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> from bpipe.schedules import build
+        >>> plan = build(Chimera.rule, num_stages=4, num_microbatches=2, num_ranks=2)
+        >>> [plan.stages_of(rank) for rank in range(2)]
+        [[0, 3], [1, 2]]
     """
 
     rule = "chimera"
@@ -594,13 +459,10 @@ class DualPipeV(_Stages):
     is up to `overlap`. Without, they run one after the other. The other arguments are `Schedule`'s, except `stages`, a list of two.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(2)
-        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
-        >>> schedules = [DualPipeV(of_rank, 4, loss_fn=nn.functional.mse_loss) for of_rank in stages]
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> from bpipe.schedules import build
+        >>> plan = build(DualPipeV.rule, num_stages=4, num_microbatches=4, num_ranks=2, overlapped=True)
+        >>> [str(action) for action in plan.compute(rank=0) if plan.begins_pair(action)]  # beside the backward that follows
+        ['0F3', '3F2', '3F3']
     """
 
     rule = "dualpipe_v"
@@ -614,15 +476,10 @@ class DualPipeV(_Stages):
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
-        slots: int | Sequence[int | None] | None = None,
         *,
         overlapped: bool = False,
-        timeout_s: float | None = None,
-        slow_s: float = SLOW_S,
-        transfers_at_once: int = TRANSFERS_AT_ONCE,
+        options: Options | None = None,
     ) -> None:
         self._overlapped = overlapped
-        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
-        super().__init__(
-            stages, n_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once
-        )
+        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+        super().__init__(stages, n_microbatches, *arguments, options=options)

@@ -30,7 +30,6 @@ class GivenPlan(PlanSource):
 
     def prepare(self, memory: Memory, plan_rank: int, stages: Collection[int]) -> None:
         sizes = self._policy.sizes
-        memory.is_inside = self._policy.inside
         memory.most_parts = {stage: 1 if sizes is None else len(sizes.stages[stage].parts) for stage in stages}
 
 

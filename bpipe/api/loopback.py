@@ -6,18 +6,21 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
-from itertools import takewhile
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
 
+from bpipe.backward.without_loss import refusing_backward
+from bpipe.checks import check_count
 from bpipe.cleanup import concise, keeping, noted_on
 from bpipe.comm.transport.in_process import Wires
 from bpipe.device import Stream, current_stream, is_asynchronous, on_stream, random_state, serving, set_random_state
 from bpipe.engine.run import Run
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.model.call import Call, call_of
+from bpipe.model.ties import check_ties
+from bpipe.not_copied import NotCopied
+from bpipe.parallel.fsdp import trained
 from bpipe.plan.action import SERVED
 from bpipe.plan.order import linearise
 from bpipe.schedules import Action, Plan
@@ -51,7 +54,7 @@ class _Lane(NamedTuple):
     device: torch.device
 
 
-class Loopback:
+class Loopback(NotCopied):
     """A pipeline's ranks, all in this process, run one action at a time.
 
     Each rank has a random number state of its own, which starts from the global one when the `Loopback` is made:
@@ -71,9 +74,10 @@ class Loopback:
         torch.Size([8, 4])
     """
 
+    instead_of_a_copy = "its ranks are in this process, so make another one"
+
     def __init__(self, num_ranks: int, *, own_random_state: bool = True) -> None:
-        if num_ranks < 1:
-            raise ConfigurationError(f"num_ranks={num_ranks}: give a whole number of at least 1")
+        check_count("num_ranks", num_ranks)
         self.num_ranks = num_ranks
         self.own_random_state = own_random_state
         self._random = [_RandomState() for _ in range(num_ranks)]
@@ -110,33 +114,15 @@ class Loopback:
             The last stage's outputs.
         """
         sessions = [schedule.session for schedule in schedules]
-        return self._run(sessions, call_of(*args, **kwargs), [one.context.trains for one in sessions])
+        outputs = self._run(sessions, call_of(*args, **kwargs)._replace(is_step=True), [one.context.trains for one in sessions])
+        for context in (one.context for one in sessions if one.context.loss_fn is None):
+            outputs = refusing_backward(outputs, context.last_modules())
+        return outputs
 
     @concise
     def eval(self, schedules: Sequence[HasSession], *args: Any, **kwargs: Any) -> Any:
         """Evaluate on all ranks: `schedules[r].eval(*args, **kwargs)` on each rank r."""
         return self._run([schedule.session for schedule in schedules], call_of(*args, **kwargs), [False] * len(schedules))
-
-    def run_alone(self, session: Session, call: Call, *, is_training: bool) -> Any:
-        """Run a call of the only rank's session.
-
-        Raises:
-            ConfigurationError: there are more ranks, whose steps run together.
-        """
-        if self.num_ranks > 1:
-            raise ConfigurationError(
-                "a Loopback runs all ranks together: call loopback.step(schedules, ...) or loopback.eval(schedules, ...)"
-            )
-        return self._run([session], call, [is_training])
-
-    def once(self, asked: object, make: Callable[[], T]) -> T:
-        """Return what the previous rank has made, if it asked for the same; otherwise make it now."""
-        known, latest = self._latest
-        if latest is not None and known == asked:
-            return cast("T", latest)
-        made = make()
-        self._latest = (asked, made)
-        return made
 
     def _run(self, sessions: Sequence[Session], call: Call, is_training: Sequence[bool]) -> Any:
         self._check(sessions)
@@ -146,6 +132,10 @@ class Loopback:
             guards.callback(self._running.release)
             for session in sessions:
                 guards.enter_context(session.guard.entered())
+                guards.enter_context(session.reducing(call))
+            if any(is_training):
+                modules = {index: stage.submod for one in sessions for index, stage in one.context.stages.items()}
+                check_ties(modules, trained, are_alone=False)
             started = time.perf_counter()
             steps = [session.begin(call, is_training=trains) for session, trains in zip(sessions, is_training)]
             records = [step.record for step in steps]
@@ -160,6 +150,7 @@ class Loopback:
                     breaking.enter_context(run.sharding.in_charge())
                     breaking.enter_context(run.twins.in_charge())
                     breaking.enter_context(run.hooks.watched())
+                    breaking.enter_context(run.compute.loss_scale.in_force())
                 self._execute(runs)
                 _share_results(runs)
                 result = next((session.result(run) for session, run in zip(sessions, runs) if run.holds_last_stage), None)
@@ -183,23 +174,11 @@ class Loopback:
             self._order = (plan, linearise(plan))
         group_ranks = {run.rank: group_rank for group_rank, run in enumerate(runs)}
         with self._joined_streams(runs):
-            order = iter(self._order[1])
-
-            def advance(plan_rank: int, piece: Action) -> None:
-                for step in takewhile(lambda step: step != (plan_rank, piece), order):
-                    execute(*step)
-
-            def execute(plan_rank: int, action: Action) -> None:
+            for plan_rank, action in self._order[1]:
                 group_rank = group_ranks[plan_rank]
                 run, evictor = runs[group_rank], action.peer if action.op in SERVED else None
                 with self._random_numbers(group_rank, run.device), self._on_stream(_Lane(plan_rank, evictor, run.device)):
                     run.execute(action)
-
-            with ExitStack() as driven:
-                for run in runs:
-                    driven.enter_context(run.advancing(partial(advance, run.rank)))
-                for step in order:
-                    execute(*step)
 
     @contextmanager
     def _joined_streams(self, runs: Sequence[Run]) -> Iterator[None]:
@@ -229,6 +208,29 @@ class Loopback:
 
     def _on_stream(self, lane: _Lane) -> AbstractContextManager[Any]:
         return keeping(on_stream(self._stream(lane))) if is_asynchronous(lane.device) else nullcontext()
+
+
+def run_alone(loopback: Loopback, session: Session, call: Call, *, is_training: bool) -> Any:
+    """Run a call of the only rank's session.
+
+    Raises:
+        ConfigurationError: there are more ranks, whose steps run together.
+    """
+    if loopback.num_ranks > 1:
+        raise ConfigurationError(
+            "a Loopback runs all ranks together: call loopback.step(schedules, ...) or loopback.eval(schedules, ...)"
+        )
+    return loopback._run([session], call, [is_training])
+
+
+def once(loopback: Loopback, asked: object, make: Callable[[], T]) -> T:
+    """Return what the previous rank has made, if it asked for the same; otherwise make it now."""
+    known, latest = loopback._latest
+    if latest is not None and known == asked:
+        return cast("T", latest)
+    made = make()
+    loopback._latest = (asked, made)
+    return made
 
 
 def _share_results(runs: Sequence[Run]) -> None:

@@ -48,7 +48,6 @@ class MeasuredPlans(PlanSource):
 
     Args:
         replicas: a process group of the ranks that hold the same stages in other pipelines, or None.
-        reserve_bytes: the bytes that stay free on the device with budget "auto".
     """
 
     compares = False  # plans count the measured bytes, so there is nothing to compare
@@ -61,7 +60,6 @@ class MeasuredPlans(PlanSource):
         context: RankContext,
         *,
         replicas: Any,
-        reserve_bytes: int,
         is_lowest: bool,
         asked: str,
     ) -> None:
@@ -70,7 +68,7 @@ class MeasuredPlans(PlanSource):
         self._profiling_plan = finish(profiling_order(self._base))
         self._in_order: Plan | None = None  # the plan that measures in the schedule's order, once it was needed
         self._policy, self._context, self._replicas = policy, context, replicas
-        self._reserve_bytes, self._is_lowest = reserve_bytes, is_lowest
+        self._is_lowest = is_lowest
         self._shapes = KnownShapes(REMEMBERED_SHAPES)
         self._comparisons = Comparisons()
         self.revision = 0  # how often this rank has asked to measure again
@@ -79,7 +77,7 @@ class MeasuredPlans(PlanSource):
         self._has_warned = False
 
     def prepare(self, memory: Memory, plan_rank: int, stages: Collection[int]) -> None:
-        memory.is_inside, memory.grows = self._policy.inside, True
+        memory.grows = True
         memory.most_parts = dict.fromkeys(stages, self._policy.parts)
 
     def completed(self, record: StepRecord, forms: InputForms) -> StepRecord:
@@ -285,7 +283,8 @@ class MeasuredPlans(PlanSource):
         device = context.transport.device
         num_sharing = context.group.loopback.num_ranks if isinstance(context.group, LoopbackGroup) else 1
         used = present_bytes(context.modules(), device) + states + measured.held_bytes + context.memory.remote_buffer_bytes
-        reserve = self._reserve_bytes + REMOTE_CHANNELS * context.transport.connection_bytes()
+        kept_free = RESERVE_BYTES if self._policy.reserve_bytes is None else self._policy.reserve_bytes
+        reserve = kept_free + REMOTE_CHANNELS * context.transport.connection_bytes()
         return used + available_bytes(device, reserve) // num_sharing
 
     def budget(self, plan_rank: int) -> int | None:
@@ -323,7 +322,7 @@ def naming(states: Sequence[int]) -> Iterator[None]:
 
 
 def _is_plain(plan: Plan) -> bool:
-    """Return whether a plan only computes and sends: no budget, no eviction, no recomputation, no pieces."""
+    """Return whether a plan only computes and sends: no budget, no eviction, no recomputation."""
     if plan.sizes is not None or any(slots is not None for slots in plan.slots):
         return False
     return not any(action.op in (Op.EVICT, Op.R) or action.part for lane in plan.actions for action in lane)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from bpipe.api.options import Measure, Options
+from bpipe.checks import budgets_of, check_choice
 from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.balance import by_count
 from bpipe.passes.balance.by_bytes import by_bytes
@@ -22,41 +23,32 @@ __all__: list[str] = []
 NamedBudget = Literal["auto", "lowest"]
 Budget = int | Sequence[int | None] | NamedBudget | None
 Way = Literal["evict", "recompute", "evict_or_recompute"]
-Measure = Literal["auto", "in_order"]
-MARGIN = 0.1  # share of a stage's saved bytes, if its microbatches vary
-MOST_PARTS = 64  # parts of a microbatch: more parts save no more memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """The arguments of `Balanced` that decide the plan; its docstring describes them. All ranks have the same."""
+    """The arguments of `Balanced` that decide the plan; its docstring and that of `Options` describe them.
+
+    All ranks have the same, but for `reserve_bytes`.
+    """
 
     budget: Budget
-    parts: int
-    inside: bool
     to: Destinations
     costs: Costs | None
     sizes: Sizes | None
     by: Way = "evict"
-    measure: Measure = "auto"
-    margin: float = MARGIN
+    parts: int = Options.parts
+    measure: Measure = Options.measure
+    margin: float = Options.margin
+    reserve_bytes: int | None = field(default=None, repr=False)
 
     def check(self, plan: Plan) -> None:
         """Raise unless the settings fit together, and fit a plan."""
-        if not _is_count(self.parts) or self.parts > MOST_PARTS:
-            raise ConfigurationError(f"parts={self.parts!r}: give a whole number from 1 to {MOST_PARTS}")
-        if self.inside and self.parts == 1:
-            raise ConfigurationError("inside=True evicts and loads parts inside forwards and backwards: give parts=2 or more")
-        if self.by not in get_args(Way):
-            raise ConfigurationError(f"by={self.by!r}: choose 'evict', 'recompute' or 'evict_or_recompute'")
-        if self.measure not in get_args(Measure):
-            raise ConfigurationError(f"measure={self.measure!r}: choose 'auto' or 'in_order'")
-        if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or not 0 <= self.margin < math.inf:
-            raise ConfigurationError(f"margin={self.margin!r}: give a share of a stage's saved bytes, at least 0, such as 0.1")
-        if plan.local and (self.by != "evict" or self.inside):
+        check_choice("by", self.by, get_args(Way))
+        if plan.local and self.by != "evict":
             raise ConfigurationError(
-                f"{plan.name} holds one microbatch at a time on each rank, so none can wait to be recomputed, or move in pieces: "
-                "leave by= and inside= out, and use torch.utils.checkpoint inside a stage to keep less of that one"
+                f"{plan.name} holds one microbatch at a time on each rank, so none can wait to be recomputed: leave by= out, and "
+                "use torch.utils.checkpoint inside a stage to keep less of that one"
             )
         if self.by == "recompute":
             self._check_recomputing()
@@ -74,20 +66,15 @@ class Policy:
             self._check_sizes(self.sizes, plan)
 
     def _check_budget(self, num_ranks: int) -> None:
-        budget = self.budget
-        if budget is None:
+        if self.budget is None:
             self._check_nothing_else()
-        elif isinstance(budget, str):
-            if budget not in get_args(NamedBudget):
-                raise ConfigurationError(f"budget={budget!r}: give bytes, 'auto', 'lowest', or None to count microbatches")
-        elif isinstance(budget, Sequence):
-            if len(budget) != num_ranks or not all(one is None or _is_count(one) for one in budget):
-                raise ConfigurationError(f"budget={budget!r}: give bytes, at least 1, or None for each of {num_ranks} ranks")
-        elif not _is_count(budget):
-            raise ConfigurationError(f"budget={budget!r}: give a whole number of bytes of at least 1")
+        elif not isinstance(self.budget, str):
+            self.budgets(num_ranks)
+        elif self.budget not in get_args(NamedBudget):
+            raise ConfigurationError(f"budget={self.budget!r}: give bytes, 'auto', 'lowest', or None to count microbatches")
 
     def _check_nothing_else(self) -> None:
-        given = {"parts": self.parts > 1, "inside": self.inside, "costs": self.costs is not None, "sizes": self.sizes is not None}
+        given = {"parts": self.parts > 1, "costs": self.costs is not None, "sizes": self.sizes is not None}
         given["measure"] = self.measure != "auto"
         unused = [name for name, is_given in given.items() if is_given]
         if unused:
@@ -104,8 +91,6 @@ class Policy:
     def _check_both(self) -> None:
         if self.costs is None or self.budget is None or isinstance(self.budget, str):
             raise ConfigurationError("by='evict_or_recompute' compares costs: give costs=, and a budget in bytes")
-        if self.inside:
-            raise ConfigurationError("by='evict_or_recompute' cannot use inside=True, because it cannot recompute partial forwards")
 
     def _check_sizes(self, sizes: Sizes, plan: Plan) -> None:
         parts = max((len(stage.parts) for stage in sizes.stages), default=0)
@@ -130,7 +115,7 @@ class Policy:
         if self.by == "evict_or_recompute":
             assert budgets is not None and self.costs is not None, "_check_both asks for them"
             return evict_or_recompute(computations, sizes=sizes, budgets=budgets, costs=self.costs, to=self.to)
-        return by_bytes(computations, sizes, budgets, is_inside=self.inside, to=self.to, costs=self.costs)
+        return by_bytes(computations, sizes, budgets, to=self.to, costs=self.costs)
 
     def said_budget(self) -> str:
         """Return the budget in words."""
@@ -141,8 +126,6 @@ class Policy:
     def budgets(self, num_ranks: int) -> tuple[int | None, ...]:
         """Return the given budget of each rank in bytes; None for no limit."""
         assert self.budget is not None and not isinstance(self.budget, str), "a budget in bytes"
-        return (self.budget,) * num_ranks if isinstance(self.budget, int) else tuple(self.budget)
-
-
-def _is_count(number: object) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+        of_each = f"give bytes, at least 1, or None for each of {num_ranks} ranks"
+        advice = of_each if isinstance(self.budget, Sequence) else "give a whole number of bytes of at least 1"
+        return budgets_of("budget", self.budget, num_ranks, advice)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from bpipe.errors import BPipeError, CommError, printable
-from bpipe.plan.sizes import SkipSizes, StageSizes
+from bpipe.comm.wire.codec import decode, encode
+from bpipe.errors import CommError
+from bpipe.plan.sizes import StageSizes
 
 __all__: list[str] = []
 
@@ -24,27 +24,16 @@ class Report(NamedTuple):
     states: int = 0  # the bytes of optimizer states among the static bytes
 
     def pack(self) -> bytes:
-        stages = {stage: [asdict(sizes) for sizes in slices] for stage, slices in self.stages.items()}
-        return json.dumps({**self._asdict(), "stages": stages}).encode()
+        return encode(self)
 
     @classmethod
     def unpack(cls, data: bytes, sender: int) -> Report:
         """Read what `pack` wrote."""
         try:
-            fields = json.loads(data)
-            stages = {
-                int(stage): tuple(_sizes(numbers) for numbers in slices)
-                for stage, slices in fields.pop("stages").items()
-            }
-            report = cls(stages=stages, **{**fields, "refusal": printable(fields["refusal"])})
+            report = decode(cls, data, "report", math.inf)
             numbers = (report.rank, report.static, report.budget or 0, report.states)
-            if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
-                raise ValueError(f"{numbers}")
+            if not all(0 <= number < 2**63 for number in numbers):
+                raise CommError(f"{numbers}")
             return report
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BPipeError) as error:
-            raise CommError(f"rank {sender} sent an unreadable report of its sizes: {printable(str(error))[:200]}") from error
-
-
-def _sizes(numbers: Mapping[str, Any]) -> StageSizes:
-    skips = tuple(SkipSizes(*skip) for skip in numbers["skips"])
-    return StageSizes(**{**numbers, "parts": tuple(numbers["parts"]), "skips": skips})
+        except CommError as error:
+            raise CommError(f"rank {sender} sent an unreadable report of its sizes: {error!s:.200}") from error

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 
 from bpipe.api.description import described
-from bpipe.api.loopback import Loopback, LoopbackGroup
+from bpipe.api.loopback import Loopback, LoopbackGroup, once, run_alone
+from bpipe.api.options import RUNNING, SLICING, TRANSPORT, Options, options_for, values_of
 from bpipe.api.torch_attributes import TorchAttributes
+from bpipe.backward.without_loss import refusing_backward
 from bpipe.cleanup import concise
-from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.transport.base import Transport
-from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
 from bpipe.comm.transport.in_process import LoopbackTransport
 from bpipe.comm.transport.process_group import is_fake
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.memory.ledger import Ledger
 from bpipe.model.call import Call, Specs
 from bpipe.model.stage import PipelineStage, stages_of
+from bpipe.not_copied import NotCopied
 from bpipe.schedules import Plan, build
-from bpipe.schedules.by_name import check_counts
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import PlanSource
 from bpipe.session.session import Session
@@ -31,10 +32,8 @@ from bpipe.slices.slicing import Slicing
 
 __all__ = ["Schedule"]
 
-T = TypeVar("T", float, float | None)
 
-
-class Schedule(TorchAttributes):
+class Schedule(NotCopied, TorchAttributes):
     """A pipeline schedule over the ranks of a group; subclasses name the rule.
 
     The interface is torch.distributed.pipelining's: the same loop runs with either. `step` and `eval` are collective over the
@@ -52,17 +51,11 @@ class Schedule(TorchAttributes):
         scale_grads: scale the loss of each microbatch by 1/m, so that gradients are those of the mean. What is in `.grad` already
             stays, so that steps without `zero_grad()` in between add up; torch.distributed.pipelining divides that by m, too
             (docs/torch-pipelining.md).
-        slots: the most microbatches per rank, one number or one for each rank (None: no limit); ranks with more evict.
-            Default: no limit, but ceil((p+2)/2) for `BalancedOneFOneB`.
-        timeout_s: seconds that a rank waits for another one, in a transfer or at the start of a step, before the pipeline fails
-            on all ranks; default: the process group's timeout.
-        slow_s: seconds in one wait after which the logger "bpipe" shows, once per step, what every rank is doing; default 30.
-        transfers_at_once: over NCCL, the most transfers that may be in flight on a device, each of which occupies some of its
-            multiprocessors until the other rank joins it; any number from 1 on is free of deadlock.
+        options: what few people set, such as `slots`, `target_chunk_spec` and `timeout_s`.
 
     Raises:
         ConfigurationError: the arguments cannot work together, or there is no process group.
-        BudgetError: `slots` cannot be met; the message names the smallest number that can.
+        BudgetError: `Options.slots` cannot be met; the message names the smallest number that can.
 
     Example:
         A class of your own for a rule by its name:
@@ -70,7 +63,7 @@ class Schedule(TorchAttributes):
         >>> from torch import nn
         >>> class Plain(Schedule):
         ...     rule = "1f1b"
-        >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, "cpu", group=Loopback(1).rank(0))
+        >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, "cpu")
         >>> schedule = Plain(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
         >>> losses = []
         >>> schedule.step(torch.zeros(4, 4), target=torch.zeros(4, 4), losses=losses).shape, len(losses)
@@ -81,7 +74,8 @@ class Schedule(TorchAttributes):
     """
 
     rule: str
-    _slicing: tuple[Any, ...] = ()  # how sequences are cut, if they are
+    _takes: tuple[str, ...] = ("slots", *RUNNING)  # of the options
+    _slices: int | None = None  # of a microbatch; None: stages take it whole
     _overlapped = False  # whether forwards run side by side with backwards
     _may_be_uneven = False  # whether ranks may hold different numbers of stages
 
@@ -100,29 +94,21 @@ class Schedule(TorchAttributes):
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
-        slots: int | Sequence[int | None] | None = None,
         *,
-        timeout_s: float | None = None,
-        slow_s: float = SLOW_S,
-        transfers_at_once: int = TRANSFERS_AT_ONCE,
+        options: Options | None = None,
     ) -> None:
-        check_counts(transfers_at_once=transfers_at_once)
-        settings: dict[str, Any] = {
-            "timeout_s": positive("timeout_s", timeout_s),
-            "slow_s": positive("slow_s", slow_s),
-            "transfers_at_once": transfers_at_once,
-        }
+        self._options = options = options_for(type(self).__name__, options, self._takes)
         stages = stages_of(stage, may_be_uneven=self._may_be_uneven)
         first = next(iter(stages.values()))
-        specs = Specs.checked(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        self._skips, self._slots = tuple(sorted(set(first.skips.values()))), slots
-        plan = self._make_plan(first.num_stages, first.num_stages // len(stages), n_microbatches, slots)
+        specs = Specs.checked(args_chunk_spec, kwargs_chunk_spec, output_merge_spec, options.target_chunk_spec)
+        self._skips = tuple(sorted(set(first.skips.values())))
+        plan = self._make_plan(first.num_stages, first.num_stages // len(stages), n_microbatches)
         slicing = self._make_slicing(plan, stages)
         self._check_directions(plan, first.directions)
         self._check_placement(plan, stages)
         self._source = PlanSource(plan, self.rule)
         self.group = group = group_or_alone(first.group, plan.num_ranks)
-        transport, session = ends_for(group, first.device, plan, **settings)
+        transport, session = ends_for(group, first.device, plan, options)
         context = RankContext(
             stages=stages,
             loss_fn=loss_fn,
@@ -132,31 +118,45 @@ class Schedule(TorchAttributes):
             group=group,
             transport=transport,
             plan_rank=plan.stage_ranks[first.stage_index],
-            once=group.loopback.once if isinstance(group, LoopbackGroup) else lambda asked, make: make(),
+            once=partial(once, group.loopback) if isinstance(group, LoopbackGroup) else lambda asked, make: make(),
         )
         self._session: Session | None = session(context, self._source)
         for one in stages.values():
             one.original.has_backward = loss_fn is not None
 
-    def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
+    def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int) -> Plan:
         """Build the plan that this schedule trains with."""
-        given: dict[str, Any] = {"num_ranks": num_ranks, "slots": slots, "skips": self._skips, "overlapped": self._overlapped}
-        return build(self.rule, num_stages, n_microbatches, **given)
+        return build(
+            self.rule,
+            num_stages,
+            n_microbatches,
+            num_ranks=num_ranks,
+            slots=self._options.slots,
+            slices=1 if self._slices is None else self._slices,
+            skips=self._skips,
+            overlapped=self._overlapped,
+        )
 
     def _plan_for(self, num_microbatches: int) -> Plan:
         plan = self.plan
-        made = self._make_plan(plan.num_stages, plan.num_ranks, num_microbatches, self._slots)
+        made = self._make_plan(plan.num_stages, plan.num_ranks, num_microbatches)
         return made if made.num_microbatches == num_microbatches else super()._plan_for(num_microbatches)
 
     def _make_slicing(self, plan: Plan, stages: Mapping[int, PipelineStage]) -> Slicing | None:
         """Return how microbatches are cut into slices; None if stages take them whole."""
-        if plan.slices == 1 and not any(takes_past(stage.submod) for stage in stages.values() if self._slicing):
-            if any(option is not None for option in self._slicing):
+        given = values_of(self._options, SLICING).values()
+        if self._slices is None or (plan.slices == 1 and not any(takes_past(stage.submod) for stage in stages.values())):
+            if all(option is None for option in given):
+                return None
+            if self._slices is not None:
                 raise ConfigurationError("the stages take no slices, but slice_lengths or a slice spec was given: leave these out")
-            return None
+            raise ConfigurationError(
+                f"{self.rule} takes whole microbatches here, but slice_lengths or a slice spec was given: leave these out, or "
+                "say how many slices there are, by slices=k or, for FromPlan, by a plan that was built with it"
+            )
         for stage in stages.values():
             check_takes_slices(stage.submod, f"stage {stage.stage_index}")
-        return Slicing(plan.slices, *self._slicing)
+        return Slicing(plan.slices, *given)
 
     def _check_directions(self, plan: Plan, directions: int) -> None:
         if plan.directions != directions:
@@ -191,6 +191,7 @@ class Schedule(TorchAttributes):
         arg_mbs: list[tuple[Any, ...]] | None = None,
         kwarg_mbs: list[dict[str, Any]] | None = None,
         target_mbs: list[Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run one training step: forward and backward of all microbatches, with gradients added to the parameters'.
@@ -206,25 +207,33 @@ class Schedule(TorchAttributes):
             arg_mbs: instead of `args`, a tuple of positional arguments for each microbatch; sizes may differ.
             kwarg_mbs: instead of `kwargs`, a dict for each microbatch.
             target_mbs: instead of `target`, one for each microbatch.
+            finalize_gradients: False leaves the reduction of gradients under FSDP2 to a later step, as its
+                `set_requires_gradient_sync(False)` does, for this step alone; the same on all data-parallel ranks of a stage.
             kwargs: keyword arguments of this rank's stages, whole batches; each of them gets all.
 
         Returns:
-            On the rank of the last stage the outputs of the whole batch, without graph; None elsewhere and with
-            `return_outputs=False`.
+            On the rank of the last stage the outputs of the whole batch, without graph, or the list of those of all microbatches
+            if they do not fit together; None elsewhere and with `return_outputs=False`. Without a loss_fn, a step only evaluates;
+            in train mode and with gradients enabled, its outputs seem to need a gradient, as torch's do, and a backward through
+            them raises a ConfigurationError.
 
         Raises:
-            ConfigurationError: a batch does not divide into m microbatches, bpipe cannot cut it, or a target is missing.
+            ConfigurationError: a batch does not divide into m microbatches, bpipe cannot cut it, a target is missing, or a target,
+                `losses` or `loss_kwargs` are given and there is no loss_fn.
             AgreementError: the ranks are about to run different things; raised on all of them, nothing was sent.
-            StageError: the module or the loss returned a value that cannot be used.
+            StageError: the module or the loss returned a value that cannot be used, or a stage cuts off the gradients of all its
+                microbatches from stages before it that want them.
             RankFailedError: another rank failed in this step, or between steps. The pipeline is broken then, as after any error
                 inside a step; the rank where the error happened raises it with its own type.
             RankLostError: another rank's process ended.
-            TransferTimeoutError: this rank, or another one, waited longer than `timeout_s`.
+            TransferTimeoutError: this rank, or another one, waited longer than `Options.timeout_s`.
             CommError: a message differs from the one that was agreed on.
             PipelineBrokenError: an earlier step failed, the schedule is closed, or a step of it is running.
         """
-        call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(call, is_training=self.session.context.trains)
+        microbatches, context = (arg_mbs, kwarg_mbs, target_mbs), self.session.context
+        call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, *microbatches, finalize_gradients, True)
+        outputs = self._run(call, is_training=context.trains)
+        return outputs if context.loss_fn is not None else refusing_backward(outputs, context.last_modules())
 
     @concise
     def eval(
@@ -241,10 +250,11 @@ class Schedule(TorchAttributes):
     ) -> Any:
         """Run the forwards alone, without a graph; also the losses if a target is given.
 
-        It takes and returns the same as `step`. Collective over the pipeline; blocks the host. Modules stay
-        in their present train or eval mode. The first evaluation makes and verifies its plan.
+        It takes and returns the same as `step`, but for `finalize_gradients`. Collective over the pipeline; blocks the host.
+        Modules stay in their present train or eval mode. The first evaluation makes and verifies its plan.
         """
-        call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
+        microbatches = arg_mbs, kwarg_mbs, target_mbs
+        call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, *microbatches)
         return self._run(call, is_training=False)
 
     def close(self) -> None:
@@ -259,8 +269,9 @@ class Schedule(TorchAttributes):
     def _run(self, call: Call, *, is_training: bool) -> Any:
         session = self.session
         if isinstance(self.group, LoopbackGroup):
-            return self.group.loopback.run_alone(session, call, is_training=is_training)
-        return session.run(lambda: session.begin(call, is_training=is_training))
+            return run_alone(self.group.loopback, session, call, is_training=is_training)
+        with session.reducing(call):
+            return session.run(lambda: session.begin(call, is_training=is_training))
 
     @property
     def fill(self) -> Any:
@@ -268,6 +279,10 @@ class Schedule(TorchAttributes):
 
         Set it between steps, to any object with `step(seconds, num_bytes)`, such as a `bpipe.fill.Job`. Ranks may have different
         ones. It is None again after an error that has stopped the job.
+
+        Raises:
+            ConfigurationError: from setting it, if the job's settings are not valid, or the ranks are a `Loopback`'s.
+            FillError: likewise, if no thread can start for the job.
         """
         return None if self.session.filler is None else self.session.filler.job
 
@@ -357,31 +372,22 @@ def group_or_alone(group: Any, num_ranks: int) -> Any:
     return Loopback(1, own_random_state=False).rank(0) if is_alone else group
 
 
-def positive(name: str, seconds: T) -> T:
-    """Return the seconds of a setting, which must be positive if it is given."""
-    if seconds is not None and not seconds > 0:
-        raise ConfigurationError(f"{name}={seconds!r}: give a positive number of seconds")
-    return seconds
-
-
-def transport_for(
-    group: Any, device: torch.device, plan: Plan, *, timeout_s: float | None, slow_s: float, transfers_at_once: int
-) -> Transport:
+def transport_for(group: Any, device: torch.device, plan: Plan, options: Options) -> Transport:
     """Make this rank's end of a pipeline over a process group, or over a loopback."""
     if isinstance(group, LoopbackGroup):
         _check_size(plan, group.loopback.num_ranks, "make a Loopback of {} ranks")
         return LoopbackTransport(group.loopback.wires, device)
     from bpipe.comm.transport.c10d import C10dTransport
 
-    transport = C10dTransport(group, device, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once)
+    transport = C10dTransport(group, device, **values_of(options, TRANSPORT))
     _check_size(plan, transport.size, "start {} processes")
     return transport
 
 
-def ends_for(group: Any, device: torch.device, plan: Plan, **settings: Any) -> tuple[Transport, type[Session]]:
+def ends_for(group: Any, device: torch.device, plan: Plan, options: Options) -> tuple[Transport, type[Session]]:
     """Return this rank's end of a pipeline, and the kind of session that steps over it: one without peers over a fake group."""
     if isinstance(group, LoopbackGroup) or not is_fake(group, device):
-        return transport_for(group, device, plan, **settings), Session
+        return transport_for(group, device, plan, options), Session
     from bpipe.dry_run.dry_session import DrySession
     from bpipe.dry_run.fake_transport import FakeTransport
 

@@ -1,15 +1,16 @@
-"""What programs written for torch.distributed.pipelining ask a schedule, although most of these names are private there."""
+"""What programs written for torch.distributed.pipelining ask a schedule; docs/torch-pipelining.md names who uses private names."""
 
 from __future__ import annotations
 
 import csv
 import io
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from bpipe.checks import check_count
 from bpipe.cleanup import concise
 from bpipe.errors import ConfigurationError
 from bpipe.model.call import Specs
@@ -17,16 +18,19 @@ from bpipe.model.of_torch_alone import SCHEDULE, check_missing, check_overrides
 from bpipe.model.stage import PipelineStage
 from bpipe.passes.communicate import computations_only
 from bpipe.plan.plan import Plan
-from bpipe.schedules.by_name import check_counts
 from bpipe.schedules.registry import rule_named
 from bpipe.schedules.torch_csv import from_csv
 from bpipe.session.plan_source import PlanSource
 from bpipe.session.session import Session
+from bpipe.torch_private.distributed import action_of
+from bpipe.torch_private.release import release
 from bpipe.verifier.proof import verify
+from bpipe.whole_file import write_whole
 
 __all__: list[str] = []
 
 CsvFormat = Literal["compute_only", "compute_comms"]
+WANTS_SEND_WAITS = release() >= (2, 15)  # torch adds them itself before
 
 
 class TorchAttributes:
@@ -77,10 +81,6 @@ class TorchAttributes:
         if len(self.stages) > 1:
             raise AttributeError(f"{type(self).__name__} has several stages, _stages")
         return self.stages[0]
-
-    @property
-    def _num_stages(self) -> int:
-        return self.plan.num_stages
 
     @property
     def n_local_stages(self) -> int:
@@ -150,14 +150,6 @@ class TorchAttributes:
     def _kwargs_chunk_spec(self, spec: Any) -> None:
         self._set_specs(kwargs=spec)
 
-    @property
-    def _output_merge_spec(self) -> Any:
-        return self.session.context.specs.output
-
-    @_output_merge_spec.setter
-    def _output_merge_spec(self, spec: Any) -> None:
-        self._set_specs(output=spec)
-
     def _set_specs(self, **changed: Any) -> None:
         context = self.session.context
         context.specs = Specs.checked(**(context.specs._asdict() | changed))
@@ -168,7 +160,7 @@ class TorchAttributes:
 
     @_n_microbatches.setter
     def _n_microbatches(self, number: int) -> None:
-        check_counts(_n_microbatches=number)
+        check_count("_n_microbatches", number)
         self._check_takes_plans()
         if number != self._n_microbatches:
             if self._is_from_csv:
@@ -200,7 +192,7 @@ class TorchAttributes:
         self._check_placement(plan, context.stages)
         kind = type(self).__name__
         if any(slots is not None for slots in self.plan.slots) and all(slots is None for slots in plan.slots):
-            raise ConfigurationError(f"{kind} keeps to slots, which a CSV cannot say: load it without slots=, or use FromCSV")
+            raise ConfigurationError(f"{kind} keeps to slots, which a CSV cannot say: leave Options(slots=) out, or use FromCSV")
         for what in ("stage_ranks", "slices", "directions", "skips", "local"):  # what the schedule was constructed for
             old, new = getattr(self.plan, what), getattr(plan, what)
             if new != old:
@@ -223,7 +215,7 @@ class TorchAttributes:
 
     @property
     def pipeline_order_with_comms(self) -> dict[int, list[Any]]:
-        """Each rank's computations and the starts of its transfers, as torch's actions."""
+        """Each rank's computations and the starts of its transfers, as torch's actions; since torch 2.15 also waits of sends."""
         return _torch_actions(self.plan)
 
     @concise
@@ -257,21 +249,15 @@ class TorchAttributes:
         Raises:
             PlanError: torch has no words for the plan, such as one that evicts in "compute_comms"; `plan.to_text()` writes any.
             ConfigurationError: another format.
+            OSError: the file cannot be written; what was there before is still there.
         """
         _check_format(format)
         plan = self.plan if format == "compute_comms" else _compute_only(self.plan)
-        Path(path).write_text(plan.to_csv())
+        write_whole(path, plan.to_csv(send_waits=WANTS_SEND_WAITS))
 
     def _load_csv(self, filename: str | os.PathLike[str], format: CsvFormat = "compute_only") -> None:
         self.load_csv(filename, format)
 
-    def _dump_csv(self, filename: str | os.PathLike[str], format: CsvFormat = "compute_comms") -> None:
-        self.dump_csv(filename, format)
-
-    def _prepare_schedule_with_comms(self, actions: Mapping[int, Sequence[Any]], format: CsvFormat = "compute_only") -> None:
-        out = io.StringIO()
-        csv.writer(out, lineterminator="\n").writerows([actions[rank] for rank in sorted(actions)])
-        self.load_csv(out.getvalue(), format)
 
 
 def is_single(kind: type[TorchAttributes]) -> bool | None:
@@ -293,6 +279,5 @@ def _compute_only(plan: Plan) -> Plan:
 
 
 def _torch_actions(plan: Plan) -> dict[int, list[Any]]:
-    from torch.distributed.pipelining.schedules import _Action
-
-    return {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(io.StringIO(plan.to_csv())))}
+    rows = csv.reader(io.StringIO(plan.to_csv(send_waits=WANTS_SEND_WAITS)))
+    return {rank: [action_of(cell) for cell in row] for rank, row in enumerate(rows)}

@@ -41,7 +41,7 @@ class _OnlyABase(ABCMeta):
 _ORDERS = "construct a schedule such as Schedule1F1B, give FromPlan a plan, or write one of your own (docs/schedules.md)"
 
 
-class PipelineScheduleSingle(metaclass=_OnlyABase):
+class PipelineScheduleSingle(Schedule, metaclass=_OnlyABase):
     """The schedules with one stage per rank; it is there for `issubclass` and `isinstance`.
 
     Example:
@@ -56,7 +56,7 @@ class PipelineScheduleSingle(metaclass=_OnlyABase):
         raise ConfigurationError(f"{cls.__name__} derives from PipelineScheduleSingle, which runs nothing by itself: {_ORDERS}")
 
 
-class PipelineScheduleMulti(metaclass=_OnlyABase):
+class PipelineScheduleMulti(Schedule, metaclass=_OnlyABase):
     """The schedules that take a list of stages; it is there for `issubclass` and `isinstance`.
 
     Example:

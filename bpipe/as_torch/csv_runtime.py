@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from bpipe.api.catalogue import FromPlan
+from bpipe.api.options import Options
+from bpipe.as_torch import several_stages
+from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
 from bpipe.logs import LOG
+from bpipe.model.of_torch_alone import check_options
 from bpipe.model.stage import stages_of
 from bpipe.plan.plan import Plan
-from bpipe.schedules.by_name import check_counts
 from bpipe.session.session import Session
 
 __all__ = ["FromCSV", "_PipelineScheduleRuntime"]
 
 
-class FromCSV(FromPlan):
+class FromCSV(FromPlan, metaclass=ABCMeta):
     """The order of computations in a CSV that torch.distributed.pipelining wrote: `load_csv` reads, proves and takes it.
 
     It has the role of torch's `_PipelineScheduleRuntime`, under whose name it can be imported, too.
@@ -31,21 +35,20 @@ class FromCSV(FromPlan):
         scale_grads: as in `Schedule`.
         backward_requires_autograd: accepted and not used, because every backward here is autograd's.
         defer_pp_recv: accepted and not used, because the plan has a place for every receive.
-        options: further arguments of `FromPlan`.
+        options: as in `FromPlan`.
+        of_torch: further arguments of torch's class, which act on its runtime, such as `max_active_stages`: they are refused unless
+            they have torch's default.
 
     Raises:
         ConfigurationError: as `Schedule`; from `step` and `eval`, if nothing was loaded.
 
     Example:
         >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(2)
-        >>> stages = [PipelineStage(nn.Linear(4, 4), i, 2, "cpu", loopback.rank(i)) for i in range(2)]
-        >>> schedules = [FromCSV([stage], 2, nn.functional.mse_loss) for stage in stages]
-        >>> for schedule in schedules:
-        ...     schedule.load_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1")
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> from bpipe import PipelineStage
+        >>> schedule = FromCSV([PipelineStage(nn.Linear(4, 4), 0, 1, "cpu")], 2, nn.functional.mse_loss)
+        >>> schedule.load_csv("0F0,0B0,0F1,0B1")
+        >>> print(*schedule.plan.compute(rank=0))
+        0F0 0B0 0F1 0B1
     """
 
     rule = "csv"
@@ -64,15 +67,18 @@ class FromCSV(FromPlan):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        **options: Any,
+        *,
+        options: Options | None = None,
+        **of_torch: Any,
     ) -> None:
-        check_counts(n_microbatches=n_microbatches)
+        check_count("n_microbatches", n_microbatches)
         if use_full_backward is not None:
             LOG.warning("use_full_backward is not used any more, by torch neither: leave it out")
         self._given_stages = list(stages_of(stages, may_be_uneven=True).values())
         self._given_microbatches = n_microbatches
         own = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
-        self._arguments: tuple[Any, tuple[Any, ...], dict[str, Any]] = stages, own, options
+        given = check_options(type(self).__name__, of_torch)
+        self._arguments: tuple[Any, tuple[Any, ...], dict[str, Any]] = stages, own, {"options": options, **given}
 
     @property
     def session(self) -> Session:
@@ -113,4 +119,6 @@ class FromCSV(FromPlan):
             self._is_loaded = True
 
 
+for _kind in (getattr(several_stages, name) for name in several_stages.__all__):
+    FromCSV.register(_kind)  # torch's derive from its runtime
 _PipelineScheduleRuntime = FromCSV

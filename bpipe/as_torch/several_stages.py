@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from bpipe.api.catalogue import ZBV, BreadthFirst, DualPipeV, Interleaved1F1B, InterleavedZeroBubble
+from bpipe.api.options import Options
 from bpipe.cleanup import concise
+from bpipe.model.of_torch_alone import check_options
 
 __all__ = [
     "ScheduleDualPipeV",
@@ -28,7 +30,9 @@ class _TorchOrder:
         stages: this and the next six are those of `Schedule`.
         backward_requires_autograd: accepted and not used, because every backward here is autograd's.
         defer_pp_recv: accepted and not used, because the plan has a place for every receive.
-        options: further arguments of the bpipe class, by name, such as `slots` or `timeout_s`.
+        options: as in `Schedule`.
+        of_torch: further arguments of torch's class, which act on its runtime, such as `max_active_stages`: they are refused unless
+            they have torch's default (docs/torch-pipelining.md).
     """
 
     @concise
@@ -43,10 +47,13 @@ class _TorchOrder:
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        **options: Any,
+        *,
+        options: Options | None = None,
+        **of_torch: Any,
     ) -> None:
         own = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
-        super().__init__(stages, n_microbatches, *own, **options)  # type: ignore[call-arg]
+        given = check_options(type(self).__name__, of_torch)
+        super().__init__(stages, n_microbatches, *own, options=options, **given)  # type: ignore[call-arg]
 
 
 class ScheduleInterleaved1F1B(_TorchOrder, Interleaved1F1B):
@@ -69,13 +76,8 @@ class ScheduleInterleavedZeroBubble(_TorchOrder, InterleavedZeroBubble):
     """`InterleavedZeroBubble`, with torch's order of arguments.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(2)
-        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, r + 2)] for r in range(2)]
-        >>> schedules = [ScheduleInterleavedZeroBubble(of_rank, 4, nn.functional.mse_loss) for of_rank in stages]
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> ScheduleInterleavedZeroBubble.rule
+        'interleaved_zb'
     """
 
 
@@ -83,13 +85,8 @@ class ScheduleZBVZeroBubble(_TorchOrder, ZBV):
     """`ZBV`, with torch's order of arguments.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(2)
-        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
-        >>> schedules = [ScheduleZBVZeroBubble(of_rank, 4, nn.functional.mse_loss) for of_rank in stages]
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> ScheduleZBVZeroBubble.rule
+        'zbv'
     """
 
 
@@ -97,13 +94,8 @@ class ScheduleDualPipeV(_TorchOrder, DualPipeV):
     """`DualPipeV`, with torch's order of arguments; `overlapped=True` makes its pairs, and `schedule.overlap` says how they run.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(2)
-        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
-        >>> schedules = [ScheduleDualPipeV(of_rank, 4, nn.functional.mse_loss) for of_rank in stages]
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> ScheduleDualPipeV.rule
+        'dualpipe_v'
     """
 
 
@@ -111,13 +103,8 @@ class ScheduleLoopedBFS(_TorchOrder, BreadthFirst):
     """`BreadthFirst`, with torch's order of arguments, which has no place for chunk specs: they may be given by name.
 
     Example:
-        >>> from torch import nn
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(2)
-        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, r + 2)] for r in range(2)]
-        >>> schedules = [ScheduleLoopedBFS(of_rank, 4, nn.functional.mse_loss) for of_rank in stages]
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> ScheduleLoopedBFS.rule
+        'breadth_first'
     """
 
     def __init__(
@@ -129,7 +116,9 @@ class ScheduleLoopedBFS(_TorchOrder, BreadthFirst):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        **options: Any,
+        *,
+        options: Options | None = None,
+        **of_torch: Any,
     ) -> None:
-        given: dict[str, Any] = {"output_merge_spec": output_merge_spec, "scale_grads": scale_grads}
-        super().__init__(stages, n_microbatches, loss_fn, **given, **options)
+        given: dict[str, Any] = {"output_merge_spec": output_merge_spec, "scale_grads": scale_grads, "options": options}
+        super().__init__(stages, n_microbatches, loss_fn, **given, **of_torch)

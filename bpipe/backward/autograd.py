@@ -13,8 +13,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from bpipe.torch_private.engine_and_graph import engine
 
 __all__: list[str] = []
 
@@ -164,6 +165,6 @@ def _run_engine(
     edges: tuple[GradientEdge, ...], gradients: tuple[torch.Tensor, ...], captured: tuple[GradientEdge, ...] = ()
 ) -> None:
     """Run autograd's engine without the checks of `torch.autograd.backward`, which reject gradients not yet fitted to an edge."""
-    Variable._execution_engine.run_backward(
+    engine().run_backward(
         edges, gradients, bool(captured), False, captured, allow_unreachable=True, accumulate_grad=not captured
     )

@@ -13,25 +13,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
 from bpipe.errors import StageError
+from bpipe.torch_private.engine_and_graph import Engine, backward_runs, will_run
 
 __all__: list[str] = []
 
 Callback = Callable[[], None]
 
 
-class Callbacks(torch._C._ImperativeEngine):
-    """Torch's engine, except for callbacks queued during a split backward; it is `Variable._execution_engine` during a step."""
+class Callbacks(Engine):
+    """Torch's engine, except for callbacks queued during a split backward; it takes its place during a step."""
 
     def __init__(self) -> None:
         self.is_ours: Callable[[], bool] | None = None  # in a split backward: whether it queues, not a backward inside it
         self.is_late: Callable[[], bool] | None = None  # in backward_weight: whether another backward_input ran since its own
         self.queued: list[Callback] = []
         self.were_any = False  # whether callbacks were queued in this step
-        self.behind = Variable._execution_engine  # the engine that this one replaces: torch's, or another rank's in this process
+        self.behind: Any = None  # the engine that this one replaces: torch's, or another rank's in this process
 
     def queue_callback(self, callback: Callback) -> None:
         """Queue a callback for the end of the backward that runs.
@@ -62,7 +62,7 @@ class Callbacks(torch._C._ImperativeEngine):
 
     def call(self, queued: Sequence[Callback]) -> None:
         """Run callbacks, and those that they queue themselves, as at the end of a backward."""
-        before, self.is_ours = self.is_ours, lambda: torch._C._current_graph_task_id() == -1  # no backward runs
+        before, self.is_ours = self.is_ours, lambda: not backward_runs()
         self.queued[:0] = queued
         while self.queued:
             self.queued.pop(0)()
@@ -71,7 +71,7 @@ class Callbacks(torch._C._ImperativeEngine):
 
 def goes_to(leaf: torch.Tensor) -> bool:
     """Return whether the backward that calls this function, through a hook, leads to a leaf."""
-    return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+    return will_run(get_gradient_edge(leaf).node)
 
 
 def _is_of_fsdp(callback: Any) -> bool:

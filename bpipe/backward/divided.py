@@ -13,6 +13,7 @@ from bpipe.backward.autograd import Graph
 from bpipe.backward.callbacks import Callback, goes_to
 from bpipe.backward.split import DeferredWeightGrad, GivenWeightGrad, run_backward_input
 from bpipe.backward.user_hooks import UserHooks
+from bpipe.torch_private.engine_and_graph import hooks_around
 
 __all__: list[str] = []
 
@@ -51,7 +52,7 @@ class Divided:
             self._finish(stage)
         if is_unheard:
             self._hooks.callbacks.were_any = False  # another stage, or another rank of a loopback, may have set it
-        if builder is not None or stage in self._undivided or graph.has_common_hooks or is_unheard or _hooks_are_around():
+        if builder is not None or stage in self._undivided or graph.has_common_hooks or is_unheard or hooks_around() is not None:
             graph.run_backward(gradients)
             half = DeferredWeightGrad() if builder is None else GivenWeightGrad(builder())
         else:
@@ -98,8 +99,3 @@ class Divided:
         callbacks.is_ours, callbacks.is_late = outside
         if queued or callbacks.queued:
             callbacks.call([*queued, *callbacks.take()])
-
-
-def _hooks_are_around() -> bool:
-    """Return whether the user's saved-tensor hooks are active: a split backward would unpack some tensors twice."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -8,6 +8,7 @@ from typing import Any
 
 from bpipe.errors import StageError
 from bpipe.model.microbatch import detached, tensors_in
+from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
 
@@ -43,9 +44,9 @@ def left_as_it_is(output: Any, place: str) -> Iterator[None]:
     Raises:
         StageError: it was changed in place.
     """
-    before = [(tensor, tensor._version) for tensor in tensors_in(output) if not tensor.is_inference()]
+    before = [(tensor, version_of(tensor)) for tensor in tensors_in(output) if not tensor.is_inference()]
     yield
-    if any(tensor._version != version for tensor, version in before):
+    if any(version_of(tensor) != version for tensor, version in before):
         raise StageError(
             f"{place}: loss_fn changed the prediction in place, which shares its memory with the output that the next stage gets: "
             "use a loss_fn that does not, or a head that returns a clone"

@@ -17,6 +17,7 @@ from torch import nn
 
 from bpipe.memory.saved.storages import owners, shared_among, storages_of
 from bpipe.model.stage import ModuleSnapshot
+from bpipe.torch_private.owners_and_versions import address_of, base_of
 
 __all__: list[str] = []
 
@@ -57,11 +58,11 @@ def _extents(tensor: torch.Tensor | None) -> list[tuple[int, int, int]]:
     if tensor is None:
         return []
     if type(tensor) is not torch.Tensor:
-        return [(storage._cdata, 0, storage.nbytes()) for storage in storages_of(tensor)]
+        return [(address_of(storage), 0, storage.nbytes()) for storage in storages_of(tensor)]
     if not tensor.numel() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
         return []
     start, size = int(tensor.storage_offset()), tensor.element_size()
-    return [(tensor.untyped_storage()._cdata, start * size, (start + tensor.numel()) * size)]
+    return [(address_of(tensor.untyped_storage()), start * size, (start + tensor.numel()) * size)]
 
 
 def owned(
@@ -81,12 +82,12 @@ def owned(
     if not places or places[0] >= len(gradients):
         return list(gradients)
     ours = {id(one): one for place in places if (one := together[place]) is not None}
-    ours |= {id(base): base for one in tuple(ours.values()) if one._is_view() and (base := one._base) is not None}
-    counts = Counter([storage._cdata for one in ours.values() for storage in storages_of(one)])
+    ours |= {id(base): base for one in tuple(ours.values()) if (base := base_of(one)) is not None}
+    counts = Counter([address_of(storage) for one in ours.values() for storage in storages_of(one)])
     for key in others:
         counts[key] = 0
     return [one if one is None or not _is_shared(one, counts) else one.clone() for one in gradients]
 
 
 def _is_shared(tensor: torch.Tensor, ours: Mapping[int, int]) -> bool:
-    return any(owners(storage) > ours[storage._cdata] for storage in storages_of(tensor))
+    return any(owners(storage) > ours[address_of(storage)] for storage in storages_of(tensor))

@@ -24,6 +24,8 @@ from bpipe.backward.autograd import Alone, InputGrads, go_on, run_backward
 from bpipe.errors import SavedTensorError, StageError
 from bpipe.memory.saved.nodes import saved_by
 from bpipe.memory.saved.stash import FORGOTTEN, Packed, Saved
+from bpipe.torch_private.engine_and_graph import current_node
+from bpipe.torch_private.owners_and_versions import hooks_on, version_of
 
 __all__: list[str] = []
 
@@ -117,7 +119,7 @@ def _memory(gradients: list[torch.Tensor | None], versions: list[int]) -> Callab
 
 
 def _versions(gradients: Gradients) -> list[int]:
-    return [-1 if gradient is None else gradient._version for gradient in gradients]
+    return [-1 if gradient is None else version_of(gradient) for gradient in gradients]
 
 
 class DeferredWeightGrad:
@@ -151,7 +153,7 @@ class DeferredWeightGrad:
 
     def is_running(self) -> bool:
         """Return whether the backward that calls this, through a hook, is this object's own, and not one started inside it."""
-        return self._running is not None and torch._C._current_autograd_node() in self._running.nodes
+        return self._running is not None and current_node() in self._running.nodes
 
 
 class GivenWeightGrad(DeferredWeightGrad):
@@ -224,13 +226,13 @@ def _is_indivisible(next_of: Graph) -> bool:
     if torch.is_anomaly_enabled() or not INDIVISIBLE.isdisjoint(names) or "Checkpoint" in " ".join(names):
         return True
     leaves = [node.variable for node in next_of if type(node).__name__ == LEAF]  # type: ignore[attr-defined]
-    return any(map(_has_common_hook, [leaf for leaf in leaves if leaf._backward_hooks]))
+    return any(map(_has_common_hook, leaves))
 
 
 def _has_common_hook(leaf: torch.Tensor) -> bool:
     """Return whether a hook waits for the gradients of several leaves, in one backward (`register_multi_grad_hook`)."""
-    hooks = (leaf._backward_hooks or {}).values()
-    return any(getattr(getattr(hook, "__code__", None), "co_filename", None) == _FILE_OF_COMMON_HOOKS for hook in hooks)
+    hooks, _ = hooks_on(leaf)
+    return any(getattr(getattr(hook, "__code__", None), "co_filename", None) == _FILE_OF_COMMON_HOOKS for hook in hooks.values())
 
 
 def _branches(next_of: Graph, trunk: Trunk, edges: Sequence[GradientEdge], gradients: Gradients) -> list[_Branch]:

@@ -14,13 +14,20 @@ from threading import Lock, get_ident
 from typing import Any
 
 from torch import nn
-from torch.autograd import Variable, graph
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from bpipe.backward.callbacks import Callbacks
 from bpipe.model.stage import ModuleSnapshot
+from bpipe.torch_private.engine_and_graph import (
+    check_splits_backwards,
+    common_hook_class,
+    engine,
+    set_common_hook_class,
+    set_engine,
+)
+from bpipe.torch_private.owners_and_versions import hooks_on
 
 __all__: list[str] = []
 
@@ -39,6 +46,8 @@ class UserHooks:
         self.callbacks = Callbacks()
         self._thread = get_ident()
         self.is_divided, self._silent = bool(divided), silent
+        if divided:
+            check_splits_backwards()
         self.unheard: dict[int, frozenset[int]] = {}
         for index, parts in divided.items():
             found = _on(parts.parameters)
@@ -79,7 +88,7 @@ class _Watching:
     def add(self, hooks: UserHooks) -> None:
         with self._lock:
             if not self._active:
-                self._torchs = graph._MultiHandle, Variable._execution_engine
+                self._torchs = common_hook_class(), engine()
             self._active.append(hooks)
             self._patch()
 
@@ -90,12 +99,12 @@ class _Watching:
 
     def _patch(self) -> None:
         """Let torch call all watching objects in a chain, and its own function last."""
-        handle, engine = self._torchs
+        handle, outermost = self._torchs
         for hooks in self._active:
             if hooks.is_divided:
-                hooks.callbacks.behind, engine = engine, hooks.callbacks
-        graph._MultiHandle = partial(self._note, handle) if self._active else handle  # type: ignore[assignment, misc]
-        Variable._execution_engine = engine
+                hooks.callbacks.behind, outermost = outermost, hooks.callbacks
+        set_common_hook_class(partial(self._note, handle) if self._active else handle)
+        set_engine(outermost)
 
     def _note(self, make: Any, handles: Any) -> Any:
         for hooks in list(self._active):
@@ -116,10 +125,8 @@ def _on(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
     """Return the ids of the hooks on some parameters."""
     found: list[int] = []
     for parameter in parameters:
-        if parameter._backward_hooks:
-            found += parameter._backward_hooks
-        if parameter._post_accumulate_grad_hooks:
-            found += parameter._post_accumulate_grad_hooks
+        for hooks in hooks_on(parameter):
+            found += hooks
     return frozenset(found)
 
 

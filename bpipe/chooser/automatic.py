@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 
-from bpipe.api.balanced import check_unused
 from bpipe.api.catalogue import FromPlan
 from bpipe.api.description import described
-from bpipe.api.measured_plans import RESERVE_BYTES
-from bpipe.api.policy import MARGIN, Budget, Measure, Policy, Way
-from bpipe.api.schedule import Schedule
-from bpipe.chooser.choose_plan import HOST_LINK
-from bpipe.chooser.chosen_plans import ChosenPlans, Wishes
-from bpipe.chooser.compare_plans import EFFORT
+from bpipe.api.loopback import LoopbackGroup
+from bpipe.api.options import BALANCING, RUNNING, SEARCHING, SLICING, TO_HOST, Options, options_for, values_of
+from bpipe.api.policy import Budget, Policy, Way
+from bpipe.api.schedule import Schedule, group_or_alone
+from bpipe.backward.without_loss import check_loss
+from bpipe.checks import budgets_of
+from bpipe.chooser.chosen_plans import ChosenPlans
 from bpipe.chooser.known_costs import KnownCosts
 from bpipe.chooser.plan_choice import Choice
+from bpipe.chooser.ways import Wishes, check_placed, named_schedules
 from bpipe.chooser.whole_model import WholeModel
+from bpipe.comm.transport.process_group import group_of, is_fake
 from bpipe.device import is_asynchronous
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import advise_inputs
-from bpipe.estimate.checks import check_count
-from bpipe.logs import RankLog
-from bpipe.memory.optimizers import States
-from bpipe.model.stage import stages_of
+from bpipe.memory.optimizers import Optimizers, States
+from bpipe.model.stage import PipelineStage, stages_of
 from bpipe.passes.fit import Budgets
 from bpipe.plan.destinations import Destinations
-from bpipe.schedules import build
+from bpipe.schedules import Plan, build
 from bpipe.schedules.registry import rule_named
 from bpipe.simulator.costs import Costs, Link
 
@@ -41,35 +41,13 @@ class AutoSchedule(Schedule):
 
     _makes_plans = True
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        policy: Policy,
-        wishes: Wishes,
-        known: KnownCosts,
-        replicas: torch.distributed.ProcessGroup | None,
-        optimizer: torch.optim.Optimizer | None,
-        reserve_bytes: int,
-        told: Callable[[int, int], None] | None,
-    ) -> None:
-        check_unused(schedule)
+    def __init__(self, schedule: Schedule, source: ChosenPlans, optimizer: Optimizers | None) -> None:
         context = schedule.session.context
         self.rule, self.group = "auto", schedule.group
-        self._source: ChosenPlans = ChosenPlans(
-            schedule.plan,
-            self.rule,
-            policy,
-            context,
-            replicas=replicas,
-            known=known,
-            wishes=wishes,
-            reserve_bytes=reserve_bytes,
-            asked=f"{policy} {wishes} {known} {replicas is not None}",
-            told=told,
-        )
+        self._source: ChosenPlans = source
         self._session = schedule.hand_over()
         context.states = States(context.transport.device, optimizer)
-        self.session.adopt(self._source)
+        self.session.adopt(source)
         self.modules: list[nn.Module] = context.modules()
 
     def __repr__(self) -> str:
@@ -98,21 +76,16 @@ def auto(
     memory_bytes: Budget = "auto",
     by: Way = "evict_or_recompute",
     schedules: Sequence[str] | None = None,
-    parts: int = 1,
-    host: bool = False,
     link: str | float | Link | None = None,
     cross_link: str | float | Link | None = None,
-    host_link: str | float | Link = HOST_LINK,
     nodes: Sequence[int] | None = None,
-    measure: Measure = "auto",
-    margin: float = MARGIN,
-    reserve_bytes: int = RESERVE_BYTES,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     replicas: torch.distributed.ProcessGroup | None = None,
-    effort: int = EFFORT,
-    seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
-    **options: Any,
+    args_chunk_spec: tuple[Any, ...] | None = None,
+    kwargs_chunk_spec: dict[str, Any] | None = None,
+    output_merge_spec: Any = None,
+    scale_grads: bool = True,
+    options: Options | None = None,
 ) -> AutoSchedule:
     """Make a schedule whose plan bpipe chooses: for this rank's stages, or for a whole model, which it cuts.
 
@@ -138,7 +111,7 @@ def auto(
         start: for stages, the name of the schedule that they are placed for; default: "1f1b", and for several stages a rank, "zbv"
             if the rank has stages x and 2p-1-x, and "interleaved_1f1b" if it has x, x+p and so on. Give it where p is odd, because
             the rank in the middle has the same two stages either way.
-        slices: for stages that take slices of sequences, how many a microbatch is cut into; further options then are `Seq1F1B`'s.
+        slices: for stages that take slices of sequences, how many a microbatch is cut into.
         target: for a model, what `loss_fn` gets for the batch.
         layers: for a model, as `bpipe.measure_layers` takes them.
         microbatch_sizes: for a model, to choose from; default: such as give p, 2p and 4p microbatches.
@@ -149,26 +122,17 @@ def auto(
             limit); "auto": what its CUDA device has, and no limit on CPU. A model is cut for numbers only.
         by: what keeps the memory: "evict", "recompute" or "evict_or_recompute"; stages with skips are never recomputed.
         schedules: names to choose from; default: all.
-        parts: the most parts into which a microbatch may be cut to move.
-        host: whether activations may go to the host where no rank has room.
         link: between ranks of a node, a name, bytes per second or a `bpipe.schedules.Link`, until steps show it; on CUDA they do
             not.
         cross_link: between nodes.
-        host_link: between a rank and its host's memory.
         nodes: the node of each rank of the plan.
-        measure: as in `Balanced`; "in_order" also keeps the order of `start`, whatever is measured.
-        margin: as in `Balanced`.
-        reserve_bytes: as in `Balanced`.
         optimizer: as in `Balanced`.
         replicas: a process group of all ranks that hold the same stages, in other pipelines or in tensor parallelism: all run the
             plan that the first of them chooses, for sizes that cover all of theirs. Stages that communicate inside, under FSDP2,
             DDP or tensor parallelism, need it, because they do so in the order of the plan; bpipe does not see other
             communication. These ranks then compare two numbers in each training step.
-        effort: items of work that run while orders are made to measure; 0: named schedules only. The other ranks wait meanwhile, so
-            that it must end within `timeout_s`.
-        seed: of the search.
-        progress: called on rank 0 as `progress(done, total)` while it chooses.
-        options: further arguments of `Schedule`.
+        args_chunk_spec: this and the next three as in `Schedule`.
+        options: all but `slots` and `bytes_per_parameter`; those of slices only for stages that take them.
 
     Raises:
         ConfigurationError: the arguments cannot work together, or the stages have no placement of a known schedule.
@@ -180,90 +144,98 @@ def auto(
         >>> loopback = bpipe.Loopback(4)
         >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(8)))
         >>> x = torch.randn(64, 8)
-        >>> wishes = {"target": x, "effort": 0}
+        >>> wishes = {"target": x, "options": bpipe.Options(effort=0)}
         >>> ranks = map(loopback.rank, range(4))
         >>> schedules = [auto(model, x, nn.functional.mse_loss, group=rank, **wishes) for rank in ranks]
         >>> _ = [loopback.step(schedules, x, target=x, return_outputs=False) for _ in range(2)]
         >>> schedules[0].choice.plan == schedules[3].plan
         True
     """
-    if by not in get_args(Way):
-        raise ConfigurationError(f"by={by!r}: choose 'evict', 'recompute' or 'evict_or_recompute'")
-    check_count("effort", effort, least=0)
-    named = None if schedules is None else tuple(schedules)
-    to_host = advise_inputs.links_of(None, host_link, None, None, ()).link
+    options = options_for("auto", options, (*RUNNING, *SLICING, *BALANCING, *SEARCHING, *TO_HOST, "progress"))
+    wishes = Wishes(schedules=named_schedules(schedules), by=by, **values_of(options, SEARCHING))
     if isinstance(stages, nn.Module):
         if start is not None or slices != 1:
             raise ConfigurationError("start= and slices= are about stages, and this model is not cut yet: leave them out")
-        if loss_fn is None:
-            raise ConfigurationError("a model is cut to be trained: give loss_fn=, which is measured with the last layer")
-        args = batch if isinstance(batch, tuple) else (batch,)
         whole = WholeModel(
             model=stages,
-            batch=args,
+            batch=batch if isinstance(batch, tuple) else (batch,),
             target=target,
             loss_fn=loss_fn,
             layers=layers,
-            microbatch_sizes=microbatch_sizes,
+            microbatch_sizes=None if microbatch_sizes is None else advise_inputs.counts_of("microbatch_sizes", microbatch_sizes),
             device=torch.device(device),
-            group=group,
+            group=group_or_alone(group_of(group), 1),
         )
-        rank, p = whole.place
+        _check_ranks(whole.group, whole.device)
+        _, p = whole.place
         cut = whole.cut(
             budgets=_numbers(memory_bytes, p),
-            links=advise_inputs.links_of(None, link, cross_link, nodes, (p,)),
-            host_link=to_host,
-            schedules=named,
-            stages_per_rank=tuple(stages_per_rank),
-            parts=parts,
-            host=host,
+            links=advise_inputs.links_of(None, link, cross_link, nodes, (p,), options.host_link),
+            schedules=wishes.schedules,
+            stages_per_rank=advise_inputs.counts_of("stages_per_rank", stages_per_rank),
+            parts=options.parts,
+            host=options.host,
             by=by,
         )
         stages, batch, start = cut.stages, cut.choice.plan.num_microbatches, cut.choice.plan.name
-        if rank == 0:
-            numbers = " ".join(str(len(names)) for names in cut.choice.stages)
-            RankLog(0).info("auto: cut the model into stages of %s layers; by these alone, best is %s", numbers, cut.choice.name)
+    check_loss(loss_fn, "auto", optimizer=optimizer)
     own = stages_of(stages)
     first = next(iter(own.values()))
-    p = first.num_stages // len(own)
-    if start is None:
-        start = "seq_1f1b" if slices > 1 and len(own) == 1 else _start(own, p, batch)
-    skips = tuple(sorted(set(first.skips.values())))
-    plan = build(start, first.num_stages, batch, num_ranks=p, skips=skips, slices=slices)
-    is_measured = memory_bytes == "auto" and is_asynchronous(first.device)
-    policy = Policy(
-        budget="auto" if is_measured else _numbers(memory_bytes, p),
-        parts=parts,
-        inside=False,
-        to=Destinations(nodes=nodes, host="last" if host else "no"),
-        costs=None,
-        sizes=None,
-        measure=measure,
-        margin=margin,
-    )
-    policy.check(plan)
-    if skips and by == "recompute":
-        raise ConfigurationError("by='recompute' counts no bytes of skips: leave by= out, or give by='evict'")
-    links = advise_inputs.links_of(None, link, cross_link, nodes, (p,))
-    known = KnownCosts(assumed=Costs(link=links.link, cross_link=links.cross_link, host_link=to_host), nodes=nodes)
-    wishes = Wishes(schedules=named, by=by, effort=effort, seed=seed)
-    schedule = FromPlan(stages, plan, loss_fn, **options)
-    return AutoSchedule(schedule, policy, wishes, known, replicas, optimizer, reserve_bytes, progress)
+    _check_ranks(first.group, first.device)
+    plan = _first_plan(own, batch, start, slices, wishes)
+    policy = _policy(plan, memory_bytes, first.device, nodes, options)
+    links = advise_inputs.links_of(None, link, cross_link, nodes, (plan.num_ranks,), options.host_link)
+    known = KnownCosts(assumed=links.between(Costs()), nodes=nodes)
+    arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+    schedule = FromPlan(stages, plan, *arguments, options=Options(**values_of(options, (*RUNNING, *SLICING))))
+    source = ChosenPlans(schedule, policy, known, wishes, replicas=replicas, told=options.progress)
+    return AutoSchedule(schedule, source, optimizer)
+
+
+def _check_ranks(group: Any, device: torch.device) -> None:
+    """Raise where there are no other ranks whose steps show what stages and links take."""
+    if not isinstance(group, LoopbackGroup) and is_fake(group, device):
+        raise ConfigurationError(
+            "auto chooses by the times of all ranks, and a fake process group has no other ranks: choose with bpipe.choose_plan "
+            "and give its plan to bpipe.FromPlan there, or run all ranks in one process with bpipe.Loopback"
+        )
 
 
 def _numbers(memory_bytes: Budget, num_ranks: int) -> Budgets:
     """Return the budgets of ranks in numbers; what a device has free is not known before it has its stages."""
-    if memory_bytes is None or memory_bytes == "auto":
-        return (None,) * num_ranks
-    given: list[Any] = [memory_bytes] * num_ranks
-    if isinstance(memory_bytes, Sequence) and not isinstance(memory_bytes, str):
-        given = list(memory_bytes)
-    if len(given) != num_ranks or not all(one is None or (type(one) is int and one >= 1) for one in given):
-        raise ConfigurationError(
-            f"memory_bytes={memory_bytes!r}: give bytes, at least 1, one number or one for each of {num_ranks} ranks (None: no "
-            "limit), or 'auto'"
-        )
-    return tuple(given)
+    advice = f"give bytes, at least 1, one number or one for each of {num_ranks} ranks (None: no limit), or 'auto'"
+    return budgets_of("memory_bytes", None if memory_bytes == "auto" else memory_bytes, num_ranks, advice)
+
+
+def _policy(plan: Plan, memory_bytes: Budget, device: torch.device, nodes: Sequence[int] | None, options: Options) -> Policy:
+    """Return what plans keep to; the way is chosen with each."""
+    is_measured = memory_bytes == "auto" and is_asynchronous(device)
+    policy = Policy(
+        budget="auto" if is_measured else _numbers(memory_bytes, plan.num_ranks),
+        to=Destinations(nodes=nodes, host="last" if options.host else "no"),
+        costs=None,
+        sizes=None,
+        **values_of(options, BALANCING),
+    )
+    policy.check(plan)
+    return policy
+
+
+def _first_plan(
+    own: Mapping[int, PipelineStage], num_microbatches: int, start: str | None, slices: int, wishes: Wishes
+) -> Plan:
+    """Return the plan of the first step, for stages that are placed like those of this rank."""
+    first = next(iter(own.values()))
+    p = first.num_stages // len(own)
+    if start is None:
+        start = "seq_1f1b" if slices > 1 and len(own) == 1 else _start(own, p, num_microbatches)
+    skips = tuple(sorted(set(first.skips.values())))
+    plan = build(start, first.num_stages, num_microbatches, num_ranks=p, skips=skips, slices=slices)
+    if wishes.schedules is not None:
+        check_placed(wishes.schedules, plan)
+    if skips and wishes.by == "recompute":
+        raise ConfigurationError("by='recompute' counts no bytes of skips: leave by= out, or give by='evict'")
+    return plan
 
 
 def _start(own: Mapping[int, Any], num_ranks: int, num_microbatches: int) -> str:

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from bpipe.api.known_shapes import Shapes
 from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.measured_plans import MeasuredPlans, naming
-from bpipe.api.policy import Way
-from bpipe.chooser.compare_plans import EFFORT, choose
+from bpipe.api.policy import Policy
+from bpipe.api.schedule import Schedule
+from bpipe.chooser.compare_plans import choose
 from bpipe.chooser.known_costs import KnownCosts
 from bpipe.chooser.plan_choice import Choice, show_s
 from bpipe.chooser.question import StagesQuestion
 from bpipe.chooser.together import Together, communicate_inside
+from bpipe.chooser.ways import Wishes
 from bpipe.comm.health.agreement import StepRecord
 from bpipe.comm.health.clocks import Clocks, Offset, align
+from bpipe.comm.wire.codec import decode, encode
 from bpipe.device import is_asynchronous
 from bpipe.device.times import DeviceTimes
 from bpipe.engine.recorder import Recorder
@@ -38,6 +41,7 @@ from bpipe.session.session import REMEMBERED_SHAPES, StepKey
 from bpipe.simulator.simulation import simulate
 from bpipe.tools.chrome import Origin, lines
 from bpipe.tools.chrome_read import joined, parse
+from bpipe.tools.measured import Measured
 from bpipe.tools.tracing import timeline_of
 from bpipe.verifier.proof import verify
 
@@ -48,16 +52,6 @@ TIMED = 3  # steps of it that are
 MOST_CHANGES = 3  # of the plan, for one form of inputs
 GAIN = 0.02  # share of a step that another plan must save before it takes the place of one that runs
 TOKEN = bytes(16)  # of a loopback's ranks, which share a clock
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wishes:
-    """What the user allows. All ranks have the same."""
-
-    schedules: tuple[str, ...] | None = None
-    by: Way = "evict_or_recompute"
-    effort: int = EFFORT
-    seed: int = 0
 
 
 class Answer(NamedTuple):
@@ -103,6 +97,29 @@ class Track:
     num_steps: int = 0  # of the present plan
     is_done: bool = False
 
+    def judged(self, steps: Sequence[Measured], choose: Callable[[Sizes], Choice]) -> Answer:
+        """Compare steps of the plan with what was expected of them; while it may change, choose again by what they took."""
+        before, sizes = self.choice, self.sizes
+        assert before is not None and sizes is not None, "a plan was chosen"
+        taken_s = median(step.makespan_s for step in steps)
+        self.known.learn(steps, before.plan)
+        self.measured.append((taken_s, before))
+        off = taken_s / before.step_s - 1
+        said = f"{before.name} took {show_s(taken_s)}, {100 * abs(off):.1f}% {'more' if off > 0 else 'less'} than expected"
+        least_s, fastest = min(self.measured, key=lambda one: one[0])
+        if least_s < taken_s * (1 - GAIN):
+            return Answer(fastest.to_json(), True, True, f"{said}: back to {fastest.name}, which took {show_s(least_s)}")
+        if len(self.measured) > MOST_CHANGES:
+            return Answer(is_last=True, said=f"{said}: it stays, because the plan has changed {MOST_CHANGES} times")
+        again_s = simulate(before.plan, self.known.costs(sizes)).makespan_s
+        choice = choose(sizes)
+        if 1 - choice.step_s / again_s <= GAIN:
+            return Answer(is_last=True, said=f"{said}: it stays, because nothing is clearly faster")
+        if any(one.plan.actions == choice.plan.actions for _, one in self.measured):
+            return Answer(is_last=True, said=f"{said}: it stays, because what would be faster was tried")
+        expected = f"{show_s(choice.step_s)} are expected of it, and by the same costs {show_s(again_s)} of the present one"
+        return Answer(choice.to_json(), True, False, f"{said}: {choice.name} takes its place: {expected}")
+
 
 class ChosenPlans(MeasuredPlans):
     """Plans that rank 0 chooses, and all ranks verify.
@@ -111,29 +128,30 @@ class ChosenPlans(MeasuredPlans):
     of it are timed, and if another plan would be clearly faster by what these took, it takes its place, and is timed likewise.
 
     Args:
-        args: the first four of `MeasuredPlans`.
-        replicas: the ranks that hold the same stages in other pipelines: all run the plan that the first of them chooses.
+        schedule: whose stages it is; its plan gives the order in which a step measures if results depend on it.
+        policy: how to measure, and what may store activations.
         known: the costs that are known before the first step.
         wishes: what the user allows.
-        reserve_bytes: the bytes that stay free on the device with budget "auto".
-        asked: the settings that ranks compare.
+        replicas: the ranks that hold the same stages in other pipelines: all run the plan that the first of them chooses.
         told: called on rank 0 with what is done of a choice, and of all.
     """
 
     def __init__(
         self,
-        *args: Any,
-        replicas: dist.ProcessGroup | None,
+        schedule: Schedule,
+        policy: Policy,
         known: KnownCosts,
         wishes: Wishes,
-        reserve_bytes: int,
-        asked: str,
+        *,
+        replicas: dist.ProcessGroup | None,
         told: Callable[[int, int], None] | None,
     ) -> None:
-        super().__init__(*args, replicas=None, reserve_bytes=reserve_bytes, is_lowest=False, asked=asked)
+        where, asked = schedule.session.context, f"{policy} {wishes} {known} {replicas is not None}"
+        super().__init__(schedule.plan, "auto", policy, where, replicas=None, is_lowest=False, asked=asked)
         self._prior, self._wishes, self._told, self._together = known, wishes, told, Together(replicas)
         self._needs_together = replicas is None
         self._tracks = Recent[StepKey, Track](REMEMBERED_SHAPES)
+        self._key: StepKey = (True, ())  # of the latest training step's inputs
         self._timed: Timed | None = None  # what follows the step that begins
         self._round = 0  # how often ranks have sent each other their times
         self._sent: tuple[int, bytes] = (-1, b"")  # in the latest round
@@ -152,10 +170,10 @@ class ChosenPlans(MeasuredPlans):
         self._timed = None
         if not is_training:
             return super().plan_of(inputs, records, gather, is_training=is_training)
-        key = True, tuple(record.form for record in records)
-        self._tracks.use(key, Track(self._prior.copy()))
+        self._key = True, tuple(record.form for record in records)
+        self._tracks.use(self._key, Track(self._prior.copy()))
         plan = super().plan_of(inputs, records, gather, is_training=is_training)
-        shapes, track = self._shapes.latest(), self._tracks[key]
+        shapes, track = self._shapes.latest(), self._tracks[self._key]
         if shapes.measured is None:
             track.timed = self._timed = self._listen(plan)
             return plan
@@ -170,7 +188,7 @@ class ChosenPlans(MeasuredPlans):
 
     def _agree_with_replicas(self, shapes: Shapes) -> None:
         """Forget what any replica has to measure or plan again, and choose again once all replicas have timed enough steps."""
-        track = self._tracks[next(reversed(self._tracks))]
+        track = self._tracks[self._key]
         is_early = track.is_done or track.num_steps < WARM + TIMED
         level = 2 if shapes.measured is None else int(shapes.plan is None)
         level, some_are_early = self._together.most([level, int(is_early)])
@@ -191,7 +209,7 @@ class ChosenPlans(MeasuredPlans):
                 )
                 raise error
         plan = super()._plan_to_measure(gather)
-        self._tracks[next(reversed(self._tracks))].keeps_order = plan is self._in_order
+        self._tracks[self._key].keeps_order = plan is self._in_order
         return plan
 
     def _listen(self, plan: Plan) -> Timed:
@@ -226,7 +244,7 @@ class ChosenPlans(MeasuredPlans):
     # The choice
 
     def _agreed_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None, states: Sequence[int], gather: Gather) -> Plan:
-        key = next(reversed(self._tracks))
+        key = self._key
         limits: Budgets = (None,) * self._base.num_ranks if budgets is None else tuple(budgets)
         sizes, limits = self._together.covering(sizes, limits)
         answer = self._ask(key, gather, lambda first, times: first._first_answer(times, key, sizes, limits, states))
@@ -237,7 +255,7 @@ class ChosenPlans(MeasuredPlans):
         return plan
 
     def _chosen_again(self, track: Track, gather: Gather) -> Plan:
-        key = next(reversed(self._tracks))
+        key = self._key
         answer = self._ask(key, gather, lambda first, times: first._next_answer(times, key))
         if answer.refusal:  # there is a plan that works
             answer = Answer(is_last=True, said=f"{self.plan.name} stays: {answer.refusal}")
@@ -258,8 +276,8 @@ class ChosenPlans(MeasuredPlans):
         answers = gather(lambda source: _chosen(source)._answer(number, times, make))
         try:
             [data] = filter(None, answers)
-            return Answer(**json.loads(self._together.texts(data.decode())[0]))
-        except (ValueError, TypeError) as error:
+            return decode(Answer, self._together.gather(data)[0], "choice", math.inf)
+        except (ValueError, CommError) as error:
             raise CommError(f"rank 0 sent an unreadable choice of a plan: {answers!r:.80}") from error
 
     def _answer(self, number: int, times: list[bytes], make: Callable[[ChosenPlans, list[bytes]], Answer]) -> bytes:
@@ -274,7 +292,7 @@ class ChosenPlans(MeasuredPlans):
             except Exception as error:
                 self._failure = error
                 answer = Answer(refusal=f"rank 0 cannot choose a plan: {format_error(error)}")
-            self._answered = number, json.dumps(answer._asdict()).encode()
+            self._answered = number, encode(answer)
         return self._answered[1]
 
     def _accepted(self, answer: Answer, budgets: Budgets) -> tuple[Plan, Choice]:
@@ -299,13 +317,11 @@ class ChosenPlans(MeasuredPlans):
         failure, self._failure = self._failure, None
         raise error from failure
 
-    def _first_answer(
-        self, times: list[bytes], key: StepKey, sizes: Sizes, budgets: Budgets, states: Sequence[int]
-    ) -> Answer:
+    def _first_answer(self, times: list[bytes], key: StepKey, sizes: Sizes, budgets: Budgets, states: Sequence[int]) -> Answer:
         """Choose a plan for sizes; if no times came, because these steps were timed before, for the known costs."""
         track = self._tracks[key]
         if all(times):
-            steps = joined([parse(data, f"rank {rank}") for rank, data in enumerate(times)])
+            steps = _steps(times)
             track.known.learn(steps, steps[0].plan)
         if not track.known.seconds:
             raise ConfigurationError("an earlier step failed before its times were known: make the schedule anew")
@@ -319,32 +335,10 @@ class ChosenPlans(MeasuredPlans):
     def _next_answer(self, times: list[bytes], key: StepKey) -> Answer:
         """Compare the steps of a plan with what was expected of them, and choose again."""
         track = self._tracks[key]
-        before, sizes = track.choice, track.sizes
-        assert before is not None and sizes is not None, "a plan was chosen"
-        steps = joined([parse(data, f"rank {rank}") for rank, data in enumerate(times)])
-        taken_s = median(step.makespan_s for step in steps)
-        track.known.learn(steps, before.plan)
-        track.measured.append((taken_s, before))
-        off = taken_s / before.step_s - 1
-        said = f"{before.name} took {show_s(taken_s)}, {100 * abs(off):.1f}% {'more' if off > 0 else 'less'} than expected"
-        least_s, fastest = min(track.measured, key=lambda one: one[0])
-        if least_s < taken_s * (1 - GAIN):
-            return Answer(fastest.to_json(), True, True, f"{said}: back to {fastest.name}, which took {show_s(least_s)}")
-        why = f"the plan has changed {MOST_CHANGES} times"
-        if len(track.measured) <= MOST_CHANGES:
-            why = "nothing is clearly faster"
-            again_s = simulate(before.plan, track.known.costs(sizes)).makespan_s
-            choice = self._choose(track, sizes, track.budgets)
-            gain = 1 - choice.step_s / again_s
-            if gain > GAIN and any(one.plan.actions == choice.plan.actions for _, one in track.measured):
-                why = "what would be faster was tried"
-            elif gain > GAIN:
-                expected = f"{show_s(choice.step_s)} are expected of it, and by the same costs {show_s(again_s)} of the present one"
-                return Answer(choice.to_json(), True, False, f"{said}: {choice.name} takes its place: {expected}")
-        return Answer(is_last=True, said=f"{said}: it stays, because {why}")
+        return track.judged(_steps(times), lambda sizes: self._choose(track, sizes, track.budgets))
 
     def _choose(self, track: Track, sizes: Sizes, budgets: Budgets) -> Choice:
-        base, wishes, told = self._base, self._wishes, self._told
+        base, wishes = self._base, self._wishes
         question = StagesQuestion(
             stage_ranks=base.stage_ranks,
             num_microbatches=base.num_microbatches,
@@ -357,8 +351,12 @@ class ChosenPlans(MeasuredPlans):
             slices=(base.slices,),
             skips=base.skips,
         )
-        tell: Callable[[float], None] = (lambda done: None) if told is None else (lambda done: told(round(1000 * done), 1000))
-        return choose(question, effort=0 if track.keeps_order else wishes.effort, seed=wishes.seed, told=tell)
+        return choose(question, effort=0 if track.keeps_order else wishes.effort, seed=wishes.seed, progress=self._told)
+
+
+def _steps(times: Sequence[bytes]) -> list[Measured]:
+    """Return the steps that ranks have timed, given their trace files."""
+    return joined([parse(data, f"rank {rank}") for rank, data in enumerate(times)])
 
 
 def _chosen(source: PlanSource) -> ChosenPlans:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isclose
 
+from bpipe.api.options import Options
 from bpipe.chooser.plan_choice import Alternative, Choice
 from bpipe.chooser.question import Question
 from bpipe.chooser.reasons import Spent, too_full
 from bpipe.chooser.ways import Way, ways_of
 from bpipe.errors import BudgetError, ConfigurationError
-from bpipe.passes.communicate import communicate
 from bpipe.plan.action import COMPUTE
 from bpipe.search.bounds import lower_bound_s
 from bpipe.search.fastest import MADE, searched
@@ -23,7 +23,6 @@ from bpipe.verifier.proof import verify
 
 __all__: list[str] = []
 
-EFFORT = 6_000_000  # items of work that run while orders are made to measure, in all
 MOST_FAMILIES = 3  # of named schedules from which orders are made to measure: the fastest
 NAMED_SHARE = 0.3  # of the progress that is told
 MOST_SHOWN = 3  # ways of a kind that are looked at again, if none of them can be the fastest, to show the best of the kind
@@ -79,11 +78,11 @@ class Tried:
 
     @property
     def name(self) -> str:
-        layout, p = self.way.layout, self.way.question.num_ranks
+        layout, slices = self.way.layout, self.way.rule.slices
         load = layout.load
         parts = [
-            f"{len(layout.stage_ranks)} stages" if len(layout.stage_ranks) > p else "",
-            f"{layout.slices} slices" if layout.slices > 1 else "",
+            f"{len(layout.stage_ranks)} stages" if len(layout.stage_ranks) > layout.num_ranks else "",
+            f"{slices} slices" if slices > 1 else "",
             f"microbatch {load.microbatch_size}" if load.microbatch_size else "",
             f"recomputation {load.recomputation}" if load.recomputation else "",
             f"with {self.how}" if self.how else "",
@@ -91,14 +90,21 @@ class Tried:
         return ", ".join([self.schedule, *(part for part in parts if part)])
 
 
-def choose(question: Question, *, effort: int = EFFORT, seed: int = 0, told: Told = lambda done: None) -> Choice:
-    """Return the fastest plan that is found.
+def choose(
+    question: Question,
+    *,
+    effort: int = Options.effort,
+    seed: int = Options.seed,
+    progress: Callable[[int, int], None] | None = None,
+) -> Choice:
+    """Return the fastest plan that is found; `progress(done, total)` is told how far the search is.
 
     Raises:
         ConfigurationError: no schedule takes these numbers of layers, ranks and microbatches.
         BudgetError: nothing that was found keeps the budgets; the message names what comes closest.
     """
-    tried = compared(question, told=lambda done: told(NAMED_SHARE * done))
+    told: Told = (lambda done: None) if progress is None else (lambda done: progress(round(1000 * done), 1000))
+    tried = compared(question, lambda done: told(NAMED_SHARE * done))
     if effort:
         tried += _made(tried, effort, seed, lambda done: told(NAMED_SHARE + (1 - NAMED_SHARE) * done))
     tried += _kept_otherwise(min(tried, key=_rank))
@@ -106,7 +112,7 @@ def choose(question: Question, *, effort: int = EFFORT, seed: int = 0, told: Tol
     told(1.0)
     if tried[0].kept is None:
         raise BudgetError(_nothing_fits(tried))
-    return _choice(question, tried)
+    return _choice(tried)
 
 
 def _rank(one: Tried) -> tuple[float, float, float]:
@@ -115,7 +121,7 @@ def _rank(one: Tried) -> tuple[float, float, float]:
     return float(f"{one.price:.9g}"), fullest, one.order_s
 
 
-def compared(question: Question, *, told: Told = lambda done: None) -> list[Tried]:
+def compared(question: Question, told: Told) -> list[Tried]:
     """Return all ways with named schedules; what cannot be the fastest is not looked at closely.
 
     First the plans are found that fit as they are: only an order that is faster than these is worth offloading or recomputing.
@@ -167,7 +173,7 @@ def _made(tried: Sequence[Tried], effort: int, seed: int, told: Told) -> Iterabl
         yield Tried(groups[found.family][0].way, found.order_s, found.kept, is_made=True)
 
 
-def _choice(question: Question, tried: Sequence[Tried]) -> Choice:
+def _choice(tried: Sequence[Tried]) -> Choice:
     best = tried[0]
     assert best.kept is not None, "the best keeps the budgets"
     way = best.way
@@ -176,12 +182,12 @@ def _choice(question: Question, tried: Sequence[Tried]) -> Choice:
     shop = JobShop(way.order, way.setting.costs)
     return Choice(
         plan=plan,
-        stages=question.names_of(way.layout),
+        stages=way.layout.names,
         microbatch_size=way.layout.load.microbatch_size,
         recomputation=way.layout.load.recomputation,
         name=best.name,
         step_s=best.kept.step_s,
-        bound_s=min(best.kept.step_s, lower_bound_s(shop, (None,) * question.num_ranks)),
+        bound_s=min(best.kept.step_s, lower_bound_s(shop, (None,) * plan.num_ranks)),
         device_peak_bytes=plan.device_peak_bytes,
         budgets=way.setting.budgets,
         others=tuple(_alternatives(tried)),
@@ -229,22 +235,22 @@ def _reason(one: Tried, best: Tried, spent: Spent) -> str:
         why = one.spent.why_slower(spent)
         assumes_more = one.step_s <= best.step_s and one.price > one.step_s
         return f"{why}: not clearly faster, and its prediction assumes more" if assumes_more else why
-    if one.order_s < best.price and not one.way.setting.fits(communicate(one.way.order)):
-        return f"{too_full(communicate(one.way.order), one.way.setting.budgets)}, and no plan found that keeps it below is faster"
+    if one.order_s < best.price and not one.way.setting.fits(one.way.plain):
+        return f"{too_full(one.way.plain, one.way.setting.budgets)}, and no plan found that keeps it below is faster"
     return f"{one.spent.why_slower(spent)}, even if memory were no matter"
 
 
 def _nothing_fits(tried: Sequence[Tried]) -> str:
     def excess(one: Tried) -> int:
-        peaks = communicate(one.way.order).device_peak_bytes
-        return max(peak - (peak if budget is None else budget) for peak, budget in zip(peaks, one.way.setting.budgets))
+        peaks = zip(one.way.plain.device_peak_bytes, one.way.setting.budgets)
+        return max(peak - (peak if budget is None else budget) for peak, budget in peaks)
 
     nearest = min(tried, key=excess)
     able = nearest.way.setting
-    also = ", or host=True" * (able.evicts and able.to.host == "no")
+    also = ", or options=Options(host=True)" * (able.evicts and able.to.host == "no")
     inside = ", recomputation inside layers" * (not nearest.way.layout.load.recomputation)
     return (
         f"no plan was found that keeps the budgets, of {len(tried)} ways; the nearest is {nearest.name}, where "
-        f"{too_full(communicate(nearest.way.order), nearest.way.setting.budgets)} if nothing is offloaded or recomputed. Give more "
+        f"{too_full(nearest.way.plain, able.budgets)} if nothing is offloaded or recomputed. Give more "
         f"memory, more ranks, smaller microbatches{inside}{also}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bpipe.partition.cut_search import Ends, improved, most_alike, narrowest, pieces
+from bpipe.partition.cut_search import Cost, Ends, improved, most_alike, narrowest, pieces
 from bpipe.partition.layers import Chain
 from bpipe.passes.fit import Budgets
 
@@ -42,21 +42,20 @@ class _Cut:
 
     def excess(self, ends: Ends) -> float:
         """Return by how many bytes ranks exceed their budgets."""
-        over = 0.0
-        of_rank = [0.0] * len(self._budgets)
-        for stage, (rank, piece) in enumerate(zip(self._stage_ranks, pieces(ends))):
-            of_rank[rank] += self._bytes(stage, *piece)
-        for needed, budget in zip(of_rank, self._budgets):
-            over += 0.0 if budget is None else max(0.0, needed - budget)
-        return over
+        needed = self._of_ranks(ends, self._bytes)
+        return sum(max(0.0, most - budget) for most, budget in zip(needed, self._budgets) if budget is not None)
 
     def _score(self, ends: Ends) -> tuple[float, ...]:
         of_stage = [self._chain.seconds(*piece) for piece in pieces(ends)]
-        of_rank = [0.0] * len(self._budgets)
-        for rank, seconds in zip(self._stage_ranks, of_stage):
-            of_rank[rank] += seconds
+        of_rank = self._of_ranks(ends, self._seconds)
         slowest = (float(f"{max(seconds):.9g}") for seconds in (of_rank, of_stage))  # without rounding errors
         return self.excess(ends), *slowest, sum(seconds * seconds for seconds in of_stage)
+
+    def _of_ranks(self, ends: Ends, cost: Cost) -> list[float]:
+        of_rank = [0.0] * len(self._budgets)
+        for stage, (rank, piece) in enumerate(zip(self._stage_ranks, pieces(ends))):
+            of_rank[rank] += cost(stage, *piece)
+        return of_rank
 
     def _seconds(self, stage: int, start: int, end: int) -> float:
         return self._chain.seconds(start, end)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from bpipe.estimate.calibrate import calibrated
+from bpipe.estimate.calibrate import LINKS, SECONDS_OF, calibrated
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 from bpipe.simulator.costs import Costs, Link
 from bpipe.tools.measured import Measured
 
 __all__: list[str] = []
-
-OPERATIONS = ("forward_s", "backward_s", "input_s", "weight_s")
-LINKS = ("link", "cross_link", "host_link")
 
 
 @dataclass(slots=True)
@@ -42,11 +39,11 @@ class KnownCosts:
     def learn(self, steps: Sequence[Measured], plan: Plan) -> None:
         """Take the costs of some steps of a plan in place of what was known."""
         found = calibrated(steps, plan, nodes=self.nodes)
-        for name in OPERATIONS:
-            series = getattr(found, name)
-            if isinstance(series, Sequence) and name in _run_by(plan):
-                self.seconds[name] = [[median(one[slice_ :: plan.slices]) for slice_ in range(plan.slices)] for one in series]
-        self.bring_together(_run_by(plan))
+        latest = {SECONDS_OF[action.op] for lane in plan.actions for action in lane if action.op in SECONDS_OF}
+        for name in latest:
+            by_stage = getattr(found, name)
+            self.seconds[name] = [[median(one[slice_ :: plan.slices]) for slice_ in range(plan.slices)] for one in by_stage]
+        self.bring_together(latest)
         for name in LINKS:
             if (link := getattr(found, name)) not in (None, Link()):
                 self.links[name] = link
@@ -66,23 +63,19 @@ class KnownCosts:
 
     def costs(self, sizes: Sizes) -> Costs:
         """Return all costs: a whole backward takes as long as its halves, and each half as much of it, until they have run."""
-        known: dict[str, Any] = {one.name: getattr(self.assumed, one.name) for one in fields(Costs)}
         seconds = dict(self.seconds)
         if "backward_s" not in seconds and "input_s" in seconds:
             halves = zip(seconds["input_s"], seconds["weight_s"])
             seconds["backward_s"] = [list(map(float.__add__, *of_stage)) for of_stage in halves]
-        for name, stages in seconds.items():
-            known[name] = [of_slices if len(of_slices) > 1 else of_slices[0] for of_slices in stages]
-        known |= self.links
-        known["slowdown"] = self.assumed.slowdown if self.slowdown is None else self.slowdown
-        known["nodes"] = self.nodes
-        known["saved_bytes"] = [stage.saved for stage in sizes.stages]
-        known["movable_bytes"] = [stage.movable for stage in sizes.stages]
-        known["output_bytes"] = [stage.sent for stage in sizes.stages]
-        return Costs(**known)
-
-
-def _run_by(plan: Plan) -> set[str]:
-    """Return the costs of the operations that a plan runs."""
-    named = dict(zip("FBIW", OPERATIONS))
-    return {named[action.op.value] for lane in plan.actions for action in lane if action.op.value in named}
+        known: dict[str, Any] = {
+            name: [of_slices if len(of_slices) > 1 else of_slices[0] for of_slices in stages] for name, stages in seconds.items()
+        }
+        return replace(
+            self.assumed,
+            **known | self.links,
+            slowdown=self.assumed.slowdown if self.slowdown is None else self.slowdown,
+            nodes=self.nodes,
+            saved_bytes=[stage.saved for stage in sizes.stages],
+            movable_bytes=[stage.movable for stage in sizes.stages],
+            output_bytes=[stage.sent for stage in sizes.stages],
+        )

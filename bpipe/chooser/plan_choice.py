@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bpipe.chooser.question import Load
 from bpipe.errors import ConfigurationError, printable
+from bpipe.estimate.columns import columns
+from bpipe.estimate.workload import Load
 from bpipe.plan.amounts import show_bytes
 from bpipe.plan.plan import Plan
 
@@ -116,7 +116,7 @@ class Choice:
             *([f"Layers of each stage: {' '.join(str(len(names)) for names in self.stages)}."] if self.microbatch_size else []),
             "",
             "The best of the other kinds, their steps over this one, and why they lose:",
-            *_table([(one.name, self._times(one), one.reason) for one in self.others]),
+            *(f"  {line}" for line in columns([(one.name, self._times(one), one.reason) for one in self.others]) or ["none"]),
             f"Compared: {self.num_considered} ways.",
         ]
         for head, texts in (("Assumed", self.assumptions), ("To be surer", self.to_measure)):
@@ -132,10 +132,3 @@ class Choice:
 def show_s(seconds: float) -> str:
     """Format seconds."""
     return f"{seconds:.4g} s" if seconds >= 1 else f"{1e3 * seconds:.4g} ms"
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    if not rows:
-        return ["  none"]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

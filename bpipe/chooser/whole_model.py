@@ -7,19 +7,23 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bpipe.api.loopback import LoopbackGroup
+from bpipe.api.loopback import LoopbackGroup, once
 from bpipe.chooser.compare_plans import choose
+from bpipe.chooser.layers_of import MeasuredLayers
 from bpipe.chooser.plan_choice import Choice
-from bpipe.chooser.question import Load, ModelQuestion
-from bpipe.chooser.together import texts_of
+from bpipe.chooser.question import ModelQuestion
+from bpipe.comm.transport.process_group import rank_and_size
+from bpipe.comm.wire.codec import decode_text
 from bpipe.errors import AgreementError, ConfigurationError, format_error
+from bpipe.estimate.workload import Load
+from bpipe.logs import RankLog
 from bpipe.model.stage import PipelineStage
 from bpipe.partition.measure import measure_layers
 from bpipe.partition.model_split import split_model
+from bpipe.torch_private.pytrees import tree_leaves, tree_map_only
+from bpipe.training.pipeline_ranks import Ranks
 
 __all__: list[str] = []
 
@@ -57,12 +61,14 @@ class WholeModel:
     device: torch.device
     group: Any
 
+    def __post_init__(self) -> None:
+        if self.loss_fn is None:
+            raise ConfigurationError("a model is cut to be trained: give loss_fn=, which is measured with the last layer")
+
     @property
     def place(self) -> tuple[int, int]:
         """This rank of the group, and the number of ranks."""
-        if isinstance(self.group, LoopbackGroup):
-            return self.group.rank, self.group.loopback.num_ranks
-        return dist.get_rank(self.group), dist.get_world_size(self.group)
+        return rank_and_size(self.group)
 
     def cut(self, **question: Any) -> Cut:
         """Measure and choose on rank 0, and make this rank's stages. Collective.
@@ -79,6 +85,9 @@ class WholeModel:
         rank, p = self.place
         choice = Choice.from_json(self._from_first(rank, p, question))
         plan = choice.plan
+        if rank == 0:
+            numbers = " ".join(str(len(names)) for names in choice.stages)
+            RankLog(0).info("auto: cut the model into stages of %s layers; by these alone, best is %s", numbers, choice.name)
         parts = split_model(self.model, choice.stages)
         stages = [
             PipelineStage(parts[stage].to(self.device), stage, plan.num_stages, self.device, self.group)
@@ -92,7 +101,7 @@ class WholeModel:
         if isinstance(group, LoopbackGroup):
             shapes = [(one.shape, one.dtype) for one in tree_leaves((self.batch, self.target)) if isinstance(one, torch.Tensor)]
             asked = ("whole model", self.model, self.loss_fn, self.layers, self.microbatch_sizes, shapes, question)
-            return str(group.loopback.once(asked, lambda: self._chosen(num_ranks, question)))
+            return str(once(group.loopback, asked, lambda: self._chosen(num_ranks, question)))
         failure: Exception | None = None
         text = ""
         if rank == 0:
@@ -100,7 +109,7 @@ class WholeModel:
                 text = "+" + self._chosen(num_ranks, question)
             except Exception as error:
                 failure, text = error, f"-{format_error(error)}"
-        text = texts_of(text, group)[0]
+        text = decode_text(Ranks(group, "").gather_bytes(text.encode())[0])
         if failure is not None:
             raise failure
         if text[:1] != "+":
@@ -114,7 +123,7 @@ class WholeModel:
                 f"the model is on {', '.join(sorted(elsewhere))}, and its stages will be on {self.device.type}, where layers take "
                 "other times: move it there first on rank 0, or cut it by bpipe.choose_plan and bpipe.split_model"
             )
-        layers = {
+        of_load = {
             Load(size): measure_layers(
                 self.model,
                 _first_rows(self.batch, rows, size),
@@ -125,7 +134,9 @@ class WholeModel:
             )
             for size in self._sizes(rows, num_ranks)
         }
-        return choose(ModelQuestion(layers=layers, num_ranks=num_ranks, batch=rows, **question), effort=0).to_json()
+        model = MeasuredLayers(of_load=of_load)
+        asked = ModelQuestion(model=model, loads=tuple(of_load), num_ranks=num_ranks, batch=rows, **question)
+        return choose(asked, effort=0).to_json()
 
     def _sizes(self, rows: int, num_ranks: int) -> list[int]:
         if self.microbatch_sizes is not None:
@@ -154,4 +165,3 @@ def _rows(batch: Any) -> int:
 def _first_rows(values: Any, rows: int, size: int) -> Any:
     """Return the first microbatch: of each tensor with the batch's rows, the first of them."""
     return tree_map_only(torch.Tensor, lambda one: one[:size] if one.dim() and one.shape[0] == rows else one, values)
-

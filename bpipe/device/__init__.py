@@ -57,11 +57,6 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.get_device_module(device).device(device) if is_asynchronous(device) else nullcontext()
 
 
-def current_index(device: torch.device) -> int | None:
-    """Return the index of the calling thread's current device; None if there is one of its kind alone."""
-    return int(torch.get_device_module(device).current_device()) if is_asynchronous(device) else None
-
-
 def reached(device: torch.device) -> Event:
     """Record an event that completes when everything queued on the current stream has run."""
     return current_stream(device).record_event()

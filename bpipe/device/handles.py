@@ -18,6 +18,7 @@ import torch
 
 from bpipe.device import current, current_stream, free_bytes
 from bpipe.errors import CommError
+from bpipe.torch_private.owners_and_versions import storage_at
 
 __all__: list[str] = []
 
@@ -81,7 +82,7 @@ class OpenedMemory:
         with in_context(device):
             flags = ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS)
             call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(self._base), _Handle.from_buffer_copy(identity), flags)
-        storage = torch._C._construct_storage_from_data_pointer(self._base.value + offset, device, num_bytes)
+        storage = storage_at(self._base.value + offset, device, num_bytes)
         self.memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
 
     def close(self) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 from bpipe.comm.wire import header
 from bpipe.comm.wire.header import Subject
 from bpipe.comm.wire.message import ONE_TENSOR, MessageSpec, TensorMeta
-from bpipe.model.examples import Form
 from bpipe.plan.action import channel_of
 from bpipe.schedules import Action, Channel, Op, Plan
 
@@ -27,11 +27,13 @@ class AbsentPeers:
         plan: the step's.
         rank: this rank's number in it.
         step: the step's number.
-        inputs: for each stage that receives its input, the forms of the tensors.
+        inputs: for each stage that receives its input, the shapes and dtypes of the tensors.
         evicted_bytes: of a microbatch that another rank evicts to this one.
     """
 
-    def __init__(self, plan: Plan, rank: int, step: int, inputs: Mapping[int, Sequence[Form]], evicted_bytes: int = 0) -> None:
+    def __init__(
+        self, plan: Plan, rank: int, step: int, inputs: Mapping[int, Sequence[TensorMeta]], evicted_bytes: int = 0
+    ) -> None:
         self._plan, self._step, self._inputs, self._evicted_bytes = plan, step, inputs, evicted_bytes
         self._expected: dict[tuple[Op, Channel], deque[Action]] = defaultdict(deque)
         for action in (*plan.actions[rank], *plan.served[rank]):
@@ -65,20 +67,6 @@ class AbsentPeers:
     def _subject(self, action: Action, offset: int) -> Subject:
         return Subject(self._step, action.stage + offset, action.microbatch)
 
-    def _input(self, forms: Sequence[Form]) -> MessageSpec:
-        tensors = [TensorMeta(form.shape, _strides(form.shape), form.dtype, self._needs_gradient(form)) for form in forms]
-        return MessageSpec(ONE_TENSOR if len(tensors) == 1 else _TUPLE % ",".join([ONE_TENSOR] * len(tensors)), tuple(tensors))
-
-    def _needs_gradient(self, form: Form) -> bool:
-        return self._plan.has_backward and (form.dtype.is_floating_point or form.dtype.is_complex)
-
-
-_TUPLE = '{"tuple": [%s]}'
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides)) if shape else ()
+    def _input(self, inputs: Sequence[TensorMeta]) -> MessageSpec:
+        tensors = [one._replace(requires_grad=self._plan.has_backward and one.is_differentiable) for one in inputs]
+        return MessageSpec(ONE_TENSOR if len(tensors) == 1 else json.dumps({"tuple": ["T"] * len(tensors)}), tuple(tensors))

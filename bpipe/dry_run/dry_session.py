@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
-
-from torch._guards import detect_fake_mode
 
 from bpipe.api.report import Report
 from bpipe.comm.health.agreement import StepRecord
@@ -21,6 +18,7 @@ from bpipe.schedules import Op
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.session import PreparedStep, Session
+from bpipe.torch_private.modes import dispatch_modes
 
 __all__: list[str] = []
 
@@ -55,7 +53,8 @@ class DrySession(Session):
             ConfigurationError: a stage has no example of its input, the plan has slices or skips, or tensors have no memory.
         """
         rank = self.context.plan_rank
-        if detect_fake_mode([*chain.from_iterable(module.parameters() for module in self.context.modules())]) is not None:
+        parameters = (one for module in self.context.modules() for one in module.parameters())
+        if any(map(_is_fake, (*dispatch_modes(), *parameters))):
             raise ConfigurationError(
                 "a step under FakeTensorMode cannot be counted, because FakeTensors have no memory of their own: over a fake "
                 "process group use real tensors, such as small ones on the CPU"
@@ -125,3 +124,8 @@ class DrySession(Session):
         sizes: list[Any] = [own.stages[stage] for stage in sorted(own.stages)]
         stages = dict(zip(self.source.plan.stages_of(rank), sizes, strict=True))
         return own._replace(rank=rank, stages=stages, budget=own.budget if (given := self.source.budget(rank)) is None else given)
+
+
+def _is_fake(one: object) -> bool:
+    """Return whether this is torch's FakeTensorMode, or a tensor made under it."""
+    return any(kind.__name__ in ("FakeTensor", "FakeTensorMode") for kind in type(one).__mro__)

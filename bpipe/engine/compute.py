@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from bpipe.backward.autograd import Graph, InputGrads, edges_of, enter
 from bpipe.backward.divided import Divided
 from bpipe.backward.local_results import left_as_it_is, taken_apart
+from bpipe.backward.loss_scale import LossScale
 from bpipe.backward.new_gradients import NewGradients, owned
 from bpipe.backward.user_hooks import UserHooks
 from bpipe.comm.wire.message import MessageSpec, TensorMeta, all_dense, dense, flatten_message, meta_of, metas_of, unflatten_message
@@ -23,23 +26,24 @@ from bpipe.comm.wire.note import may_need_later
 from bpipe.engine.evictions import Evictions
 from bpipe.engine.messages import versions_of
 from bpipe.engine.microbatch_state import Arrived, Message, MicrobatchState
-from bpipe.engine.piecewise import PiecesOf
 from bpipe.engine.traffic import Traffic
 from bpipe.errors import StageError
 from bpipe.memory.ledger import Key
+from bpipe.memory.saved.spans import Span
 from bpipe.memory.saved.stash import Stash
 from bpipe.memory.saved.storages import keys_of, storages_of
 from bpipe.model import microbatch as mb
-from bpipe.model.stage import ModuleSnapshot, PipelineStage
+from bpipe.model.stage import ModuleSnapshot, PipelineStage, compare_examples, find_mesh, in_context
 from bpipe.parallel.ddp import equalise_buffers
 from bpipe.recomputation.rerun import Rerun, Reruns
 from bpipe.recomputation.restorable import BATCH
 from bpipe.recomputation.state import Learned
 from bpipe.schedules import Action
 from bpipe.skips.carrier import Carrier, Given, without_inference
-from bpipe.skips.values import OUTPUT, value_of
+from bpipe.skips.values import OUTPUT
 from bpipe.slices.loss_check import LossCheck
 from bpipe.slices.states import Sequences, past_of
+from bpipe.torch_private.owners_and_versions import address_of, version_of
 
 __all__: list[str] = []
 
@@ -57,7 +61,9 @@ class StepInputs:
         targets: by microbatch, or None.
         descriptions: the input shapes of each microbatch, as text.
         loss_fn: called as `loss_fn(output, target, **loss_kwargs)` on stages with a loss, or None.
+        loss_parameters: those that the loss function leads to, with their names there.
         loss_scales: the gradient with which the backward of each microbatch's loss starts.
+        loss_scale: that of a whole microbatch; None if stages take slices, each of which has its own.
         keeps_outputs: whether the last stage's outputs are returned.
         check_output: raises if outputs like this one of a microbatch cannot be merged.
         lengths: of all slices; None if there are none, or if no rank has cut anything.
@@ -69,8 +75,10 @@ class StepInputs:
     targets: Sequence[Any] | None
     descriptions: Sequence[str]
     loss_fn: Callable[..., torch.Tensor] | None
+    loss_parameters: Sequence[tuple[str, torch.Tensor]]
     loss_kwargs: Mapping[str, Any]
     loss_scales: Sequence[float]
+    loss_scale: float | None
     keeps_outputs: bool
     check_output: Callable[[Any], None]
     lengths: Sequence[int] | None = None
@@ -90,7 +98,8 @@ class _Inputs(NamedTuple):
         fixed: the storages of received inputs that never need a gradient.
         past: the tensors that earlier slices have left.
         borrowed_skips: the tensors of skips that an earlier stage on this rank has, too.
-        shared_skips: by name, each tensor of skips that an earlier or later stage on this rank has, too, with its version.
+        shared_skips: by name, each tensor of skips that another stage has, too, and may not be changed here, with its version.
+        fixed_skips: those of them that a later stage has, with the last such stage: it may not be changed through an output either.
     """
 
     args: tuple[Any, ...]
@@ -103,6 +112,7 @@ class _Inputs(NamedTuple):
     past: Sequence[torch.Tensor] = ()
     borrowed_skips: Sequence[torch.Tensor] = ()
     shared_skips: Sequence[tuple[str, torch.Tensor, int]] = ()
+    fixed_skips: Sequence[tuple[torch.Tensor, int]] = ()
 
     def note_owners(self, stash: Stash) -> None:
         """Tell a stash which inputs belong to others on this rank."""
@@ -118,15 +128,14 @@ class _Inputs(NamedTuple):
             place: the stage and microbatch, for messages.
 
         Raises:
-            StageError: a skip was changed that another stage on this rank has, too, which may have saved it.
+            StageError: a skip was changed that another stage has, too, which may have saved it, or uses it later.
         """
         for name, tensor, version in self.shared_skips:
-            if tensor._version != version:
-                raise StageError(
-                    f"{place}: the skip {name!r} was changed in place, and another stage on this rank has it, too. Clone it before"
-                )
+            if version_of(tensor) != version:
+                what = f"the skip {name!r}" if name else "its input, which an earlier stage has handed on as a skip,"
+                raise StageError(f"{place}: {what} was changed in place, and another stage has it, too. Clone it before")
         for lent, entered, version in self.borrowed:
-            if entered._version != version:
+            if version_of(entered) != version:
                 increment_version(lent)
 
 
@@ -157,20 +166,21 @@ class Compute:
         traffic: Traffic,
         *,
         has_backward: bool,
-        undivided: set[int] | None = None,
-        hooks: UserHooks | None = None,
-        recomputed: Collection[Key] = (),
+        undivided: set[int],
+        hooks: UserHooks,
+        recomputed: Collection[Key],
         learned: MutableMapping[int, Learned],
-        slices: int | None = None,
-        is_learning: bool = False,
-        skips: Carrier | None = None,
-        local: bool = False,
+        slices: int | None,
+        is_learning: bool,
+        skips: Carrier | None,
+        local: bool,
     ) -> None:
         self.losses: dict[int, torch.Tensor] = {}  # by microbatch, in the order of forwards
         self.outputs: dict[int, Any] = {}
         self.returned: list[torch.Tensor] = []  # the tensors of both, which the step will return to the user
+        self.cut_off: Counter[int] = Counter()  # by stage, the microbatches whose inputs need a gradient that no output brings
         self.lengths = step_inputs.lengths
-        self._is_learning, self._skips, self._local = is_learning, skips, local
+        self._skips, self._local = skips, local
         self._stages, self._step_inputs, self._traffic, self._has_backward = stages, step_inputs, traffic, has_backward
         self._last = {index for index, stage in stages.items() if stage.is_last}
         self._with_loss = {*stages} if local else self._last
@@ -178,6 +188,9 @@ class Compute:
         self._parts = parts
         self._recomputed = recomputed
         self._learned = learned
+        self.loss_scale = LossScale(step_inputs.loss_scale)
+        self._unnoticed = {*stages} if has_backward else set()
+        self._unwatched = {*stages} if has_backward and is_learning else set()
         self.reruns = Reruns()
         self._microbatches = traffic.microbatches
         self._sequences = (
@@ -192,8 +205,8 @@ class Compute:
             else None
         )
         self._new_gradients = NewGradients(parts if has_backward else {})
-        self._hooks = UserHooks({}, {}) if hooks is None else hooks
-        self._divided = Divided(set() if undivided is None else undivided, self._hooks, self._new_gradients.separate)
+        self._hooks = hooks
+        self._divided = Divided(undivided, hooks, self._new_gradients.separate)
         self._non_activations: dict[int, str] | None = None
         self._non_activations_alive: list[StorageWeakRef] = []
 
@@ -209,31 +222,34 @@ class Compute:
             parameters = [parameter for module in modules for parameter in module._parameters.values()]
             batch = _storages(mb.tensors_in([self._step_inputs.args, self._step_inputs.kwargs, self._step_inputs.targets], set()))
             kinds = {BATCH: batch, "a buffer": _storages(buffers), PARAMETER: _storages(parameters)}
-            self._non_activations = {storage._cdata: kind for kind, storages in kinds.items() for storage in storages}
+            self._non_activations = {address_of(storage): kind for kind, storages in kinds.items() for storage in storages}
             self._non_activations_alive = [StorageWeakRef(storage) for storages in kinds.values() for storage in storages]
         return self._non_activations
 
-    def forward(self, action: Action, state: MicrobatchState, evictions: Evictions, pieces: PiecesOf | None) -> None:
+    def forward(self, action: Action, state: MicrobatchState, evictions: Evictions) -> None:
         is_last, has_loss = action.stage in self._last, action.stage in self._with_loss
         if (state.stage, state.microbatch) in self._recomputed:
             self._first_forward(action, state, evictions)
             return
+        module = self._module(state)
         inputs, num_common = self._inputs(action, state, self._arrived(state)), self._hooks.num_common
-        stash = evictions.follow(action, state, inputs.shapes, inputs.received, pieces) if self._has_backward else None
+        stash = evictions.follow(action, state, inputs.shapes, inputs.received) if self._has_backward else None
         if stash is not None and (inputs.past or inputs.borrowed_skips):
             inputs.note_owners(stash)
-        with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
+        capture = stash.capture() if stash is not None else nullcontext()
+        with self._noticing(state), torch.set_grad_enabled(self._has_backward), capture:
             if self._sequences is None:
                 stage = self._stages[action.stage]
-                output, left = stage.submod(*inputs.args, **inputs.kwargs), list[torch.Tensor]()
-                if stage.examples is not None:
-                    stage.compare_examples(inputs.args, output)
+                output, left = module(*inputs.args, **inputs.kwargs), list[torch.Tensor]()
+                if stage.examples:
+                    compare_examples(stage, inputs.args, output)
             else:
                 output, left = self._run(state, inputs, sets_hooks=stash is None)
             if inputs.borrowed or inputs.shared_skips:
                 inputs.report_changes(state.place)
             input_grads, fixed = inputs.input_grads, inputs.fixed
             borrowed = keys_of([*(lent for lent, *_ in inputs.borrowed), *left]) if inputs.borrowed or left else set()
+            spans = [Span(*one) for one in inputs.fixed_skips]
             del inputs  # `after_forward` counts owners: this frame must not own what the stage has received
             sent, keeps = output, None
             if has_loss and not is_last:
@@ -241,18 +257,17 @@ class Compute:
                 keeps = left_as_it_is(sent, state.place)
             with keeps or nullcontext():
                 loss = self._loss(output, action.microbatch) if has_loss else None
-        if pieces is not None:
-            pieces.finish()
         made = list[torch.Tensor]()
         if not is_last:
-            made = self._hand_on(sent, state, borrowed, fixed)
+            made = self._hand_on(sent, state, borrowed, fixed, spans)
+            self._note_cut_off(input_grads, made, state)
         if has_loss:
             if stash is not None:
                 evictions.returned(state, (output, loss))
             made = self._finish_microbatch(output, loss, action.microbatch)
         del sent, output, loss  # which this frame must not own either when `after_forward` counts owners
         if self._has_backward:
-            state.graph = Graph(edges_of([*made, *left]), input_grads, self._hooks.num_common > num_common)
+            state.graph = self._new_graph(state, [*made, *left], input_grads, num_common)
             del made, left
             evictions.after_forward(state, stash, state.graph.edges)
 
@@ -267,14 +282,35 @@ class Compute:
         device, non_activations = self._traffic.transport.device, self.non_activations()
         rerun = Rerun(action.stage, microbatch, given, running, self._known(action.stage), self.reruns, device, non_activations)
         state.rerun = rerun, arrived
-        with torch.enable_grad(), rerun.first():
+        with self._noticing(state), torch.enable_grad(), rerun.first():
             output, loss, left = self._returned(action, state, inputs, sets_hooks=False)
         rerun.returned(output, loss)
         evictions.after_first_forward(state, inputs.shapes)
         if stage.is_last:
             self._finish_microbatch(output, loss, microbatch)
         else:
-            self._hand_on(output, state, keys_of(left), inputs.fixed)
+            spans = [Span(*one) for one in inputs.fixed_skips]
+            self._note_cut_off(inputs.input_grads, self._hand_on(output, state, keys_of(left), inputs.fixed, spans), state)
+
+    def _noticing(self, state: MicrobatchState) -> AbstractContextManager[None]:
+        """Notice in the first forward of a stage whether it or its loss runs a backward of its own."""
+        if state.stage not in self._unnoticed:
+            return nullcontext()
+        self._unnoticed.remove(state.stage)
+        modules, of_loss = [self._stages[state.stage].submod], list[tuple[str, torch.Tensor]]()
+        if state.stage in self._with_loss:
+            modules += modules_of(self._step_inputs.loss_fn)
+            of_loss += self._step_inputs.loss_parameters
+        parameters = [*self._parts[state.stage].parameters, *(one for _, one in of_loss)]
+        return self.loss_scale.noticing(parameters, chain(*(one.named_parameters() for one in modules), of_loss), state.place)
+
+    def _new_graph(self, state: MicrobatchState, made: Sequence[torch.Tensor], inputs: InputGrads, num_common: int) -> Graph:
+        """Return the graph of a microbatch that ends at some tensors."""
+        graph = Graph(edges_of(made), inputs, self._hooks.num_common > num_common)
+        if state.stage in self._unwatched:
+            self._unwatched.remove(state.stage)
+            self.loss_scale.watch(graph.edges, state.place)
+        return graph
 
     def _known(self, stage: int) -> Learned:
         """Return what is known about a stage whose forwards run twice: nothing yet, if its makeup has changed."""
@@ -289,7 +325,7 @@ class Compute:
         (rerun, arrived), state.rerun = state.rerun, None
         inputs, num_common = self._inputs(action, state, arrived), self._hooks.num_common
         del arrived  # so that `inputs` alone owns what arrived
-        stash = evictions.follow(action, state, inputs.shapes, inputs.received, None)
+        stash = evictions.follow(action, state, inputs.shapes, inputs.received)
         if stash is not None and (inputs.past or inputs.borrowed_skips):
             inputs.note_owners(stash)
         with torch.enable_grad(), rerun.again(), stash.capture() if stash is not None else nullcontext():
@@ -303,22 +339,27 @@ class Compute:
         made = [loss] if loss is not None else self._made(output, state)
         if stash is not None:
             evictions.returned(state, (output, loss))
-        state.graph = Graph(edges_of([*made, *left]), input_grads, self._hooks.num_common > num_common)
+        state.graph = self._new_graph(state, [*made, *left], input_grads, num_common)
         del output, loss, made, left  # for the same reason
         evictions.after_forward(state, stash, state.graph.edges)
 
     def _run(self, state: MicrobatchState, inputs: _Inputs, *, sets_hooks: bool) -> tuple[Any, list[torch.Tensor]]:
         """Run a stage's module; return its output, and the tensors that it leaves for later slices."""
         stage, sequences = self._stages[state.stage], self._sequences
-        submod = stage.submod
+        module = self._module(state)
         if sequences is None:
-            output = submod(*inputs.args, **inputs.kwargs)
-            if stage.examples is not None:
-                stage.compare_examples(inputs.args, output)
+            output = module(*inputs.args, **inputs.kwargs)
+            if stage.examples:
+                compare_examples(stage, inputs.args, output)
             return output, []
         with sequences.forward(state.name, self._parts[state.stage].modules, sets_hooks=sets_hooks) as casts:
-            result = submod(*inputs.args, **inputs.kwargs)
+            result = module(*inputs.args, **inputs.kwargs)
         return sequences.take(result, state, casts)
+
+    def _module(self, state: MicrobatchState) -> Callable[..., Any]:
+        """Return a stage's module as it runs for a microbatch: inside the forward context, if the user has registered one."""
+        stage = self._stages[state.stage]
+        return in_context(stage, state.microbatch // state.slices) if stage.forward_contexts else stage.adapter or stage.submod
 
     def _returned(
         self, action: Action, state: MicrobatchState, inputs: _Inputs, *, sets_hooks: bool
@@ -337,7 +378,7 @@ class Compute:
         shapes, kwargs = self._step_inputs.descriptions[action.microbatch], self._step_inputs.kwargs[action.microbatch]
         if message is None and self._sequences is None:
             return _Inputs(self._step_inputs.args[action.microbatch], kwargs, InputGrads(), shapes)
-        find_mesh, trains = self._stages[action.stage].find_mesh, self._has_backward
+        mesh_for, trains = partial(find_mesh, self._stages[action.stage]), self._has_backward
         tensors, needed = [], list[bool]()
         if message is not None:
             tensors = [tensor for tensor in message.tensors if tensor is not None]
@@ -351,32 +392,33 @@ class Compute:
         end = begin + len(given.tensors)
         received, handed, again = entered[:begin], entered[begin:end], entered[end:]
         if self._skips is not None:
-            values = given.arguments(received, handed, find_mesh)
+            given.enter(received, handed)
+            values = given.values(mesh_for)
+            value = values.pop(OUTPUT, None)
             for name in kwargs.keys() & values.keys():
                 raise StageError(f"step({name}=...): stage {action.stage} gets a skip of this name from the pipeline; rename one")
             kwargs, shapes = kwargs | values, shapes + given.shapes
         if self._sequences is not None:
             if "past" in kwargs:
                 raise StageError("step(past=...): `past` is what the pipeline gives to stages that take slices; use another name")
-            kwargs = {**kwargs, "past": past_of(earlier, again, find_mesh)}
+            kwargs = {**kwargs, "past": past_of(earlier, again, mesh_for)}
             shapes = f"{shapes} after {len(earlier)} slices, {sum(tensor.nbytes for tensor in past)} bytes"
         is_next_door = message is not None and action.stage - 1 in self._stages
         lent = [*(zip(tensors, received) if is_next_door else ()), *zip(past, again)] if trains else []
         if trains and self._skips is not None:
-            lent += given.lent(() if is_next_door else tensors, received, handed)
-        borrowed = [(theirs, ours, ours._version) for theirs, ours in lent if theirs is not ours]
+            lent += given.lent(with_joined=not is_next_door)
+        borrowed = [(theirs, ours, version_of(ours)) for theirs, ours in lent if theirs is not ours]
         if message is None:
             args = self._step_inputs.args[action.microbatch]
             return _Inputs(args, kwargs, input_grads, shapes, borrowed, past=past)
-        if given.joined:
-            value = value_of(given.joined[OUTPUT], received, find_mesh)
-        else:
-            value = unflatten_message(message.spec.tree, received, find_mesh)
+        if self._skips is None:
+            value = unflatten_message(message.spec.tree, received, mesh_for)
         args = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-        sent = tuple(received) if given.joined else args  # a tensor may be an argument and a skip
+        sent = args if self._skips is None else tuple(received)  # a tensor may be an argument and a skip
         fixed = () if message.spec.is_open else keys_of(tensor for tensor, is_needed in zip(tensors, needed) if not is_needed)
-        others = given.shared_among(received, handed) if self._skips is not None else ()
-        return _Inputs(args, kwargs, input_grads, f"{shapes} {message.spec}", borrowed, sent, fixed, past, given.borrowed, others)
+        shapes = f"{shapes} {message.spec}"
+        owners = given.borrowed, given.shared(), given.fixed()
+        return _Inputs(args, kwargs, input_grads, shapes, borrowed, sent, fixed, past, *owners)
 
     def _loss(self, output: Any, microbatch: int) -> torch.Tensor | None:
         if self._step_inputs.loss_fn is None or self._step_inputs.targets is None:
@@ -389,6 +431,8 @@ class Compute:
             loss: Any = sum(_nothing(tensor) for tensor in mb.tensors_in(output) if tensor.is_floating_point())
         else:
             loss = self._called_loss(output, microbatch)
+        if self._has_backward and self._step_inputs.loss_check is not None and self.lengths:
+            self._check_loss(output, microbatch, self._step_inputs.loss_check)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             seen = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__qualname__
             raise StageError(
@@ -407,13 +451,18 @@ class Compute:
         assert inputs.loss_fn is not None and inputs.targets is not None
         if self._sequences is None:
             return inputs.loss_fn(output, inputs.targets[microbatch], **inputs.loss_kwargs)
-        name, target = f"the loss of {self._microbatches.named(microbatch)}", inputs.targets[microbatch]
-        call = partial(inputs.loss_fn, **inputs.loss_kwargs)
-        with self._sequences.watching(name, list(modules_of(inputs.loss_fn))):
-            loss = call(output, target)
-        if self._is_learning and self._has_backward and inputs.loss_check is not None and self.lengths:
-            inputs.loss_check.look(microbatch, output, target, self.lengths[microbatch], call, name)
-        return loss
+        name = f"the loss of {self._microbatches.named(microbatch)}"
+        scaling = self.loss_scale.of_loss(inputs.loss_scales[microbatch])
+        with self._sequences.watching(name, list(modules_of(inputs.loss_fn)), [inputs.loss_fn]), scaling:
+            return inputs.loss_fn(output, inputs.targets[microbatch], **inputs.loss_kwargs)
+
+    def _check_loss(self, output: Any, microbatch: int, check: LossCheck) -> None:
+        """Compare the losses of two slices with that of both together, if the targets look as none did before."""
+        inputs = self._step_inputs
+        assert inputs.loss_fn is not None and inputs.targets is not None and self.lengths is not None
+        call, name = partial(inputs.loss_fn, **inputs.loss_kwargs), f"the loss of {self._microbatches.named(microbatch)}"
+        with self.loss_scale.of_loss(inputs.loss_scales[microbatch]):
+            check.look(microbatch, output, inputs.targets[microbatch], self.lengths[microbatch], call, name)
 
     def _check_positions(self, output: Any, length: int, microbatch: int) -> None:
         """Raise if the output of a slice has no dimension of its positions; numbers, such as losses, have none."""
@@ -437,13 +486,15 @@ class Compute:
             self.returned += mb.tensors_in(self.outputs[microbatch])
         return [] if loss is None else [loss]
 
-    def _hand_on(self, output: Any, state: MicrobatchState, borrowed: set[int], fixed: Collection[int]) -> list[torch.Tensor]:
+    def _hand_on(
+        self, output: Any, state: MicrobatchState, borrowed: set[int], fixed: Collection[int], spans: Sequence[Span]
+    ) -> list[torch.Tensor]:
         """Flatten a stage's output for the next one, and what it hands on; return its tensors, where its backward begins."""
         if self._skips is None:
             tree, tensors = flatten_message(output, state.place)
             self._pass_on(self._message(tree, tensors, borrowed, fixed, to=state.stage + 1), state)
             return tensors
-        flattened = self._skips.flattened(output, state)
+        flattened = self._skips.flattened(output, state, spans)
         made = self._skips.note(state, flattened)
         sendable = dict(zip(map(id, made), self._sendable(made)))  # what several messages carry is copied once
         for user, (tree, tensors) in flattened.items():
@@ -455,6 +506,13 @@ class Compute:
                 end.output = message
                 self._note_versions(end, message)
         return made
+
+    def _note_cut_off(self, input_grads: InputGrads, made: Sequence[torch.Tensor], state: MicrobatchState) -> None:
+        """Note that no gradient of a microbatch will come to earlier stages which want one, unless it comes past this stage."""
+        if not self._has_backward or input_grads.anchor is None or any(tensor.requires_grad for tensor in made):
+            return
+        if self._skips is None or not self._skips.lead_past(state.stage):
+            self.cut_off[state.stage] += 1
 
     def _made(self, output: Any, state: MicrobatchState) -> list[torch.Tensor]:
         """Return the tensors of a stage's result, where its backward begins."""
@@ -514,8 +572,8 @@ class Compute:
         kinds = self.non_activations()  # parameters may be unfrozen
         return not all(key in fixed or kinds.get(key, PARAMETER) != PARAMETER for one in others for key in keys_of([one]))
 
-    def backward(self, action: Action, state: MicrobatchState, evictions: Evictions, pieces: PiecesOf | None) -> None:
-        evictions.before_backward(action, state, pieces)
+    def backward(self, action: Action, state: MicrobatchState, evictions: Evictions) -> None:
+        evictions.before_backward(state)
         graph, gradients = self._graph(state)
         graph.run_backward(gradients)
         builder = None if _are_absent(gradients) else self._stages[action.stage].dw_builder
@@ -524,15 +582,13 @@ class Compute:
             builder()()
         self._divided.latest[action.stage] = action.microbatch
         self._new_gradients.separate(action.stage)
-        if pieces is not None:
-            pieces.finish()
         if self._sequences is not None:
             evictions.handed_back(state, *self._sequences.hand_back(graph.input_grads.gradients, state))
         evictions.after_backward(state)
         self._hand_back(graph.input_grads, state)
 
     def backward_input(self, action: Action, state: MicrobatchState, evictions: Evictions) -> None:
-        evictions.before_backward(action, state, None)
+        evictions.before_backward(state)
         graph, gradients = self._graph(state)
         is_idle = _are_absent(gradients)
         builder = None if is_idle else self._stages[action.stage].dw_builder
@@ -626,4 +682,4 @@ def _apart(tensors: Iterable[torch.Tensor], borrowed: Iterable[int]) -> Iterator
 def _storages(tensors: Iterable[torch.Tensor | None]) -> list[torch.UntypedStorage]:
     """Return the storages of those tensors that have one, each once."""
     found = (storage for tensor in tensors if tensor is not None and not is_lazy(tensor) for storage in storages_of(tensor))
-    return list({storage._cdata: storage for storage in found}.values())
+    return list({address_of(storage): storage for storage in found}.values())

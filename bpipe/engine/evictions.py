@@ -22,13 +22,15 @@ from bpipe.memory.saved.known import Known
 from bpipe.memory.saved.nodes import nodes_behind
 from bpipe.memory.saved.originals import give_originals
 from bpipe.memory.saved.recomputed import kept_by_checkpoints
-from bpipe.memory.saved.shown import num_nodes_made, shown_by
-from bpipe.memory.saved.stash import Pieces, Stash, StashContents
+from bpipe.memory.saved.shown import shown_by
+from bpipe.memory.saved.stash import Stash, StashContents
 from bpipe.memory.saved.storages import MessageBytes, storages_of
 from bpipe.model.microbatch import tensors_in
 from bpipe.plan.action import HOST, channel_of
 from bpipe.plan.sizes import StageSizes
-from bpipe.schedules import Action, Op
+from bpipe.schedules import Action
+from bpipe.torch_private.engine_and_graph import num_nodes_made
+from bpipe.torch_private.owners_and_versions import address_of
 
 __all__: list[str] = []
 
@@ -41,7 +43,7 @@ class Evictions:
 
     Args:
         traffic: this rank's transfers.
-        followed: the microbatches that the plan evicts, or that it interrupts between their pieces.
+        followed: the microbatches that the plan evicts.
         memory: the footprints measured so far; microbatches of a new or changed kind add to them.
         find_non_activations: returns the storages that are not activations, with the kind of each.
         returned: the tensors that the step will return to the user; it grows during the step.
@@ -64,7 +66,7 @@ class Evictions:
         self._new: set[Kind] = set()  # kinds that no earlier step has measured
         self._latest: dict[int, MicrobatchState] = {}  # by stage, the latest followed one whose backward has not begun
 
-    def follow(self, action: Action, state: MicrobatchState, shapes: str, received: object, pieces: Pieces | None) -> Stash | None:
+    def follow(self, action: Action, state: MicrobatchState, shapes: str, received: object) -> Stash | None:
         """Return a stash for a microbatch that will be evicted, or whose kind is new or has varied; None for any other.
 
         Args:
@@ -72,7 +74,6 @@ class Evictions:
             state: the microbatch.
             shapes: a description of its inputs.
             received: the pytree of tensors that the previous stage has sent.
-            pieces: the pieces of its forward, if the plan does something between them.
         """
         key = action.stage, action.microbatch
         account = state.account = self.ledger.open(key, (action.stage, shapes))
@@ -88,26 +89,14 @@ class Evictions:
         # No more parts than in the plan, which may come from an earlier measurement.
         cuts = known.cuts[: self._most_parts(action.stage) - 1] if known and is_cut else None
         state.received_bytes = MessageBytes.of(tensors_in(received) if received else ())
-        stash = Stash(state.name, self._find_non_activations(), device, cuts, is_inside=self._memory.is_inside)
-        stash.pieces = pieces
+        stash = Stash(state.name, self._find_non_activations(), device, cuts)
         if received and action.stage - 1 in self._traffic.stages:
             stash.borrow(tensors_in(received))
-        if action.part:
-            self.begin_piece(action, state)
         return stash
 
     def _most_parts(self, stage: int) -> int:
         """Return the most parts in which a microbatch may move: no more than the plan has."""
         return self._num_parts[stage] or self._memory.most_parts.get(stage, 1)
-
-    def begin_piece(self, piece: Action, state: MicrobatchState) -> None:
-        """Count a piece in the ledger: a forward allocates memory piece by piece, and a backward frees it likewise."""
-        account = _account(state)
-        known = self._memory.kinds.get(account.kind)
-        if piece.op is Op.B:
-            self.ledger.piece(account, -account.known_footprint.saved_by(piece.part + 1))
-        elif known is not None:
-            self.ledger.piece(account, known.footprint.saved_by(piece.part))
 
     def after_forward(self, state: MicrobatchState, stash: Stash | None, edges: Iterable[GradientEdge]) -> None:
         """Enter a microbatch in the ledger, with its measured footprint or with one measured before.
@@ -157,17 +146,14 @@ class Evictions:
         kind, stage, most_parts = account.kind, state.stage, self._most_parts(state.stage)
         known, is_watched = self._memory.kinds.get(kind), self._is_watched(kind)
         num_nodes, shown = num_nodes_made() - state.num_nodes, None
-        stash.pieces = None
-        is_searched = is_watched or known is None or known.has_kept
-        if is_searched or stash.has_functions:
-            nodes = nodes_behind(edges)
-            if stash.has_functions:
-                give_originals(nodes)
-            if is_searched:
-                stash.cached, kept = kept_by_checkpoints(nodes)
-                stash.kept = [*kept_by_functions(nodes, stash.name), *kept]
-            shown = shown_by(nodes, self._find_non_activations(), stash.name) if is_watched else None
-            del nodes
+        nodes = nodes_behind(edges)
+        give_originals(nodes)
+        if is_watched or known is None or known.has_kept:
+            stash.cached, kept = kept_by_checkpoints(nodes)
+            stash.kept = [*kept_by_functions(nodes, stash.name), *kept]
+        if is_watched:
+            shown = shown_by(nodes, self._find_non_activations(), stash.name)
+        del nodes
         if stage + 1 in self._traffic.stages or state.lent:
             behind = self._traffic.result_of(stage, state.microbatch) if stage + 1 in self._traffic.stages else []
             stash.lend([*behind, *state.lent])
@@ -177,9 +163,6 @@ class Evictions:
             stash.leave(state.left.tensors)
         contents = stash.contents(self._returned, self._traffic.microbatches.tensors())
         stash.settle(contents, most_parts)
-        if self._memory.is_inside:
-            del contents  # its references would count as owners
-            contents = stash.contents(self._returned, self._traffic.microbatches.tensors())  # the parts decide what can move
         footprint = self._footprint(state, stash, contents)
         self.ledger.seen(contents)
         del contents  # `_look_behind` counts the owners of storages that the previous microbatch may share with this one
@@ -294,21 +277,13 @@ class Evictions:
             "microbatches_unknown": unknown,
         }
 
-    def before_backward(self, action: Action, state: MicrobatchState, pieces: Pieces | None) -> None:
-        """Measure a microbatch whose kind is watched once more: by now only autograd should own its saved tensors.
-
-        Args:
-            action: the backward.
-            state: the microbatch.
-            pieces: the pieces of the backward, if the plan does something between them.
-        """
+    def before_backward(self, state: MicrobatchState) -> None:
+        """Measure a microbatch whose kind is watched once more: by now only autograd should own its saved tensors."""
         stash = state.stash
-        if self._latest.get(action.stage) is state:
-            del self._latest[action.stage]  # its backward frees memory: a later look would not show its full footprint
-        if stash is not None:
-            stash.pieces = pieces
-            if not action.part and self._is_watched(_account(state).kind):
-                self._look(state, stash)
+        if self._latest.get(state.stage) is state:
+            del self._latest[state.stage]  # its backward frees memory: a later look would not show its full footprint
+        if stash is not None and self._is_watched(_account(state).kind):
+            self._look(state, stash)
 
     def after_backward_input(
         self, state: MicrobatchState, gradients: Iterable[torch.Tensor], *, is_idle: bool, is_whole: bool = False
@@ -332,7 +307,7 @@ class Evictions:
             between is None or own.num_bytes != known.footprint.num_bytes or self._is_watched(account.kind)
         ):
             left = stash.contents(self._returned, self._traffic.microbatches.tensors())
-            waiting = sum({s._cdata: s.nbytes() for gradient in gradients for s in storages_of(gradient)}.values())
+            waiting = sum({address_of(s): s.nbytes() for gradient in gradients for s in storages_of(gradient)}.values())
             between = left.own_bytes + left.borrowed_bytes + waiting
         elif is_whole:
             between = 0

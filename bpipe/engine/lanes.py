@@ -39,7 +39,7 @@ class Lanes:
         self._servers: list[AcceptorThread] = []
         self._issued: deque[tuple[Plan, list[tuple[int, Action]]]] = deque(maxlen=MOST_PLANS)
 
-    def drive(self, run: Run, control: ControlPlane, group_ranks: Sequence[int], pair: Pair | None = None) -> None:
+    def drive(self, run: Run, control: ControlPlane, group_ranks: Sequence[int], pair: Pair | None) -> None:
         """Run all actions of a step.
 
         Args:
@@ -61,13 +61,6 @@ class Lanes:
             for peer, chain in chains.items():
                 self._servers.append(AcceptorThread(run.execute, chain, self._side_stream(run.rank, peer), control))
 
-        def advance(piece: Action) -> None:
-            for activity.position, action in lane:
-                if action == piece:
-                    break
-                execute(action)
-            self._stand(run, activity, piece)
-
         def half(action: Action) -> None:
             try:
                 execute(action)
@@ -75,16 +68,15 @@ class Lanes:
                 activity.under_way = action  # the position is the forward's
                 raise
 
-        with run.advancing(advance):
-            for activity.position, action in lane:
-                if control.failure is not None:
-                    control.check()
-                if pair is not None and run.plan.begins_pair(action):
-                    activity.beside = next(lane)[1]
-                    pair(run, half, action, activity.beside)
-                    activity.beside = None
-                else:
-                    execute(action)
+        for activity.position, action in lane:
+            if control.failure is not None:
+                control.check()
+            if pair is not None and run.plan.begins_pair(action):
+                activity.beside = next(lane)[1]
+                pair(run, half, action, activity.beside)
+                activity.beside = None
+            else:
+                execute(action)
         activity.position, activity.under_way = len(run.plan.actions[run.rank]), None
         self.join()
         control.check()

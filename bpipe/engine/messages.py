@@ -17,6 +17,7 @@ from bpipe.engine.traffic import Traffic
 from bpipe.errors import CommError, StageError
 from bpipe.plan.action import START_OF, WAIT_OF, channel_of
 from bpipe.schedules import Action, Channel, Op, Plan, Purpose
+from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
 
@@ -32,7 +33,7 @@ MessageSpecs = MutableMapping[Boundary, MessageSpec]
 
 def versions_of(tensors: Iterable[torch.Tensor | None]) -> Versions:
     """Return the tensors that record in-place changes, with their versions."""
-    return [(tensor, tensor._version) for tensor in tensors if tensor is not None and not tensor.is_inference()]
+    return [(tensor, version_of(tensor)) for tensor in tensors if tensor is not None and not tensor.is_inference()]
 
 
 class Messages:
@@ -54,9 +55,7 @@ class Messages:
         plan: whose messages these are.
     """
 
-    def __init__(
-        self, traffic: Traffic, specs: MessageSpecs, *, is_learning: bool, trainable: Container[int] = (), plan: Plan
-    ) -> None:
+    def __init__(self, traffic: Traffic, specs: MessageSpecs, *, is_learning: bool, trainable: Container[int], plan: Plan) -> None:
         self._traffic, self._specs, self._is_learning, self._trainable = traffic, specs, is_learning, trainable
         self._plan, self._depth = plan, plan.depth
         self._unlearned: dict[Channel, deque[Action]] = defaultdict(deque)
@@ -81,7 +80,7 @@ class Messages:
         spec, tensors = _taken(state, action.op)
         if state.unsent_versions is not None:
             for tensor, version in state.unsent_versions:
-                if tensor._version != version:
+                if version_of(tensor) != version:
                     raise _modified(state, tensor)
             state.unsent_versions = None
         boundary, subject = self._boundary(action), Subject(self._traffic.step, action.stage, action.microbatch)
@@ -158,7 +157,7 @@ class Messages:
     def complete_send(self, action: Action, state: MicrobatchState) -> None:
         self._traffic.wait(state, action)
         for tensor, version in state.sent_versions.pop(START_OF[action.op]):
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise _modified(state, tensor)
 
     def receive(self, action: Action, state: MicrobatchState) -> None:
@@ -276,13 +275,19 @@ def _needs_now(state: MicrobatchState) -> StageError:
     )
 
 
+def texts_of(one: MessageSpec, other: MessageSpec) -> list[str]:
+    """Write two specs that differ, with strides if nothing else shows it."""
+    texts = [str(one), str(other)]
+    if texts[0] != texts[1]:
+        return texts
+    return [f"{spec}, strides {[meta.stride for meta in spec.tensors if meta]}" for spec in (one, other)]
+
+
 def _changed(action: Action, state: MicrobatchState, agreed: MessageSpec, spec: MessageSpec) -> StageError:
     what = "output" if action.op is Op.SEND_F else "gradient of the input"
-    texts = [str(agreed), str(spec)]
-    if texts[0] == texts[1]:
-        texts = [f"{one}, strides {[meta.stride for meta in one.tensors if meta]}" for one in (agreed, spec)]
+    before, now = texts_of(agreed, spec)
     return StageError(
         f"{state.place}: the {what} changed although this step's inputs look like "
-        f"an earlier step's: agreed {texts[0]}, got {texts[1]}. Shapes must depend only on the shapes of the inputs: "
+        f"an earlier step's: agreed {before}, got {now}. Shapes must depend only on the shapes of the inputs: "
         "send data of varying size as a tensor of fixed shape with a mask or a length, and make it contiguous if strides vary."
     )

@@ -21,6 +21,7 @@ from bpipe.plan.whereabouts import named, whereabouts
 from bpipe.recomputation.rerun import Rerun
 from bpipe.schedules import Action, Op
 from bpipe.skips.held import Held, Made, Use
+from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
 
@@ -109,7 +110,7 @@ class SliceState:
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
-from torch.utils._pytree import tree_leaves
 
 from bpipe.engine.compute import StepInputs, modules_of
 from bpipe.engine.run import Observer, Run
 from bpipe.errors import StageError
 from bpipe.logs import LOG
 from bpipe.memory.saved.nodes import nodes_behind
+from bpipe.model.pytree import flattened
 from bpipe.model.stage import PipelineStage
 from bpipe.recomputation.side_effects import Found, changed, look_at
 from bpipe.schedules import Action, Op
@@ -86,7 +86,7 @@ class OrderWatch(Observer):
         """Warn of an attribute that a backward changes: mostly a log, a gradient bucket or deferred work, unread by forwards."""
         LOG.warning(
             "stage %d: a backward changes %s. If a forward reads it, the results of this step, which measures one microbatch at a "
-            "time, differ from those of the schedule's own order: give Balanced or auto measure='in_order' in that case",
+            "time, differ from those of the schedule's own order: give Balanced or auto Options(measure='in_order') then",
             action.stage,
             name,
         )
@@ -122,7 +122,7 @@ class OrderWatch(Observer):
             targets,
             dict(self._step_inputs.loss_kwargs),
         ]
-        return [leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
+        return [leaf for leaf in flattened(given) if not isinstance(leaf, torch.Tensor)]
 
 
 def _refusal(action: Action, what: str) -> StageError:
@@ -130,5 +130,5 @@ def _refusal(action: Action, what: str) -> StageError:
     return StageError(
         f"stage {action.stage}, microbatch {action.microbatch}: the {half} {what}, but this step, which measures memory, runs one "
         "microbatch at a time, so its results would differ from those of the schedule's own order. "
-        "Give Balanced or auto measure='in_order'"
+        "Give Balanced or auto Options(measure='in_order')"
     )

@@ -34,7 +34,6 @@ class Memory:
     """What a schedule remembers from step to step: measured footprints, buffers for remote activations, and those on the host."""
 
     most_parts: Mapping[int, int] = field(default_factory=dict)  # the most parts of a microbatch, by stage; default 1
-    is_inside: bool = False  # whether parts are evicted and loaded inside forwards and backwards
     grows: bool = False  # whether a microbatch may take more than planned: then it is measured, and a new plan is made
     planned: Callable[[Action], int] | None = None  # the most bytes that an eviction moves
     kinds: dict[Kind, Known] = field(default_factory=dict)  # the most recently used one stands last
@@ -46,6 +45,7 @@ class Memory:
     learned: dict[int, Learned] = field(default_factory=dict)  # for the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
     largest_remote_bytes: int = 0  # evicted so far to another rank
+    cut_off: set[int] = field(default_factory=set)  # stages that a warning has named
 
     def reserve(self, plan: Plan, rank: int, transport: Transport, largest: Sequence[int]) -> None:
         """Prepare the buffers of a plan's remote activations on this rank and its host, in place of another plan's.

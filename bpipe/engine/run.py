@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from operator import itemgetter
 
-import torch
 from torch.autograd import profiler
 
 from bpipe.backward.user_hooks import UserHooks
+from bpipe.backward.without_loss import cut_off
 from bpipe.cleanup import note
 from bpipe.comm.health.activity import place_of
 from bpipe.comm.transport.base import Transport
@@ -18,19 +20,18 @@ from bpipe.engine.compute import Compute, StepInputs
 from bpipe.engine.evictions import Evictions
 from bpipe.engine.messages import Messages, MessageSpecs
 from bpipe.engine.microbatch_state import LAST, MicrobatchState, MicrobatchStates
-from bpipe.engine.piecewise import PiecesOf
 from bpipe.engine.remembered import Memory
 from bpipe.engine.traffic import Traffic
+from bpipe.logs import LOG
 from bpipe.model.stage import ModuleSnapshot, PipelineStage
 from bpipe.parallel.fsdp import Sharding
 from bpipe.parallel.twins import Twins
-from bpipe.plan.action import COMPUTE, MESSAGES, SERVED, SHARDING
+from bpipe.plan.action import MESSAGES, SERVED, SHARDING
 from bpipe.schedules import Action, Op, Plan
 from bpipe.skips.carrier import Carrier
+from bpipe.torch_private.engine_and_graph import is_profiled
 
 __all__: list[str] = []
-
-Computation = Callable[[Action, MicrobatchState, Evictions, PiecesOf | None], None]
 
 
 class Observer:
@@ -86,11 +87,11 @@ class Run:
         is_learning: bool,
         memory: Memory,
         name: str,
-        takes_slices: bool = False,
-        observer: Observer | None = None,
+        takes_slices: bool,
+        observer: Observer | None,
     ) -> None:
         self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
-        self._stages = tuple(stages)
+        self._stages, self._is_learning, self._memory = tuple(stages), is_learning, memory
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
         self.has_loss = self.holds_last_stage or plan.local
         self.microbatches = MicrobatchStates(plan.slices)
@@ -115,7 +116,7 @@ class Run:
             local=plan.local,
         )
         num_parts = {stage: plan.num_parts(stage) for stage in stages}
-        followed = {*plan.evicted(rank), *plan.interrupted(rank)}
+        followed = plan.evicted(rank)
         self.evictions = Evictions(self.traffic, followed, memory, self.compute.non_activations, self.compute.returned, num_parts)
         trainable = {i for i, of in parts.items() if any(p.requires_grad for p in of.parameters)} if plan.has_backward else set()
         self._messages = Messages(self.traffic, specs, is_learning=is_learning, trainable=trainable, plan=plan)
@@ -123,25 +124,11 @@ class Run:
             peer: Acceptor(Traffic(transport, rank, step, MicrobatchStates(plan.slices)), buffers)
             for peer, buffers in memory.served().items()
         }
-        self._advance: Callable[[Action], None] | None = None
-        self._piece: Action | None = None  # the piece that runs now
         self.position: int | None = None  # in the rank's lane, if its actions run in another order
         self.is_side_by_side = False  # whether a forward and a backward run now, of which either may begin or end first
         self._observer = observer
         if observer is not None:
             observer.started(self)
-
-    @contextmanager
-    def advancing(self, advance: Callable[[Action], None]) -> Iterator[None]:
-        """Let `advance` run the actions that stand before a piece of a computation in the lane, while the lane runs.
-
-        `advance` refers to the run: if it stayed set, that cycle would keep the step's tensors alive.
-        """
-        self._advance = advance
-        try:
-            yield
-        finally:
-            self._advance = None
 
     def taken(self, microbatch: int) -> object:
         """Return the memory and the messages of a microbatch on this rank, to compare them with another microbatch's."""
@@ -160,35 +147,29 @@ class Run:
         assert action.peer is not None
         return self._acceptors[action.peer]
 
-    def _pieces(self, action: Action) -> PiecesOf | None:
-        """Return the pieces of a computation that begins with this action, if it runs in pieces."""
-        if not action.part:
-            return None
-        last = self.plan.num_parts(action.stage) if action.op is Op.F else 1
-        return PiecesOf(action, last, self._begin_piece)
+    def _forward(self, action: Action, state: MicrobatchState) -> None:
+        self.compute.forward(action, state, self.evictions)
+        if action.stage in self.compute.cut_off:
+            self._check_cut_off(action.stage)
 
-    def _compute(self, action: Action, state: MicrobatchState, compute: Computation) -> None:
-        self._piece = action if action.part else None
-        compute(action, state, self.evictions, self._pieces(action))
+    def _check_cut_off(self, stage: int) -> None:
+        """Raise behind the last forward of a stage if none of its microbatches brings gradients to earlier stages that want them.
 
-    def _begin_piece(self, piece: Action) -> None:
-        """Run the actions that the plan has before a piece, and continue the computation."""
-        assert self._advance is not None
-        state = self.microbatches[piece.stage, piece.microbatch]
-        with torch.no_grad():
-            self._end_piece()
-            if piece.op is Op.B:
-                self.evictions.begin_piece(piece, state)  # the previous piece has freed its memory by now
-            self._advance(piece)
-        self._piece = piece
-        if piece.op is Op.F:
-            self.evictions.begin_piece(piece, state)
-        if self._observer is not None:
-            self._observer.before(self, piece)
+        In some microbatches a stage may, as in a single process. A need that came from another rank is remembered from earlier
+        steps, in which it may have been there alone, so behind the first step this is only said, once.
+        """
+        if self.compute.cut_off[stage] < self._num_forwards[stage]:
+            return
+        error = cut_off(f"stage {stage}, all microbatches")
+        if self._is_learning or (stage - 1 in self._stages and not self.plan.skips):
+            raise error
+        if stage not in self._memory.cut_off:
+            self._memory.cut_off.add(stage)
+            LOG.warning("%s. If those stages needed gradients only in earlier steps, all is well", error)
 
-    def _end_piece(self) -> None:
-        if self._observer is not None and self._piece is not None:
-            self._observer.after(self, self._piece)
+    @cached_property
+    def _num_forwards(self) -> Counter[int]:
+        return Counter(action.stage for action in self.plan.actions[self.rank] if action.op is Op.F)
 
     def _backward(self, action: Action, compute: Callable[[], None]) -> None:
         if not self.sharding.is_needed:
@@ -208,7 +189,7 @@ class Run:
         key = action[1:4] if action.part and action.op in MESSAGES else action[1:3]
         state = MicrobatchState(action.stage, 0) if is_sharding else microbatches[key]
         try:
-            if self._observer is None and not profiler._is_profiler_enabled:
+            if self._observer is None and not is_profiled():
                 _METHODS[action.op](self, action, state)
             else:
                 self._execute_observed(action, state)
@@ -230,17 +211,17 @@ class Run:
                 self._observer.before(self, action)
             _METHODS[action.op](self, action, state)
             if self._observer is not None:
-                self._observer.after(self, self._piece if action.part and action.op in COMPUTE and self._piece else action)
+                self._observer.after(self, action)
 
     def _named(self, action: Action) -> AbstractContextManager[object]:
         # Only while the profiler is on: record_function takes microseconds even while it is off.
-        return profiler.record_function(f"bpipe rank {self.rank} {action}") if profiler._is_profiler_enabled else nullcontext()
+        return profiler.record_function(f"bpipe rank {self.rank} {action}") if is_profiled() else nullcontext()
 
 
 # Functions of the module, not bound methods in each run: those would form a cycle that keeps a step's tensors alive.
 _METHODS: dict[Op, Callable[[Run, Action, MicrobatchState], None]] = {
-    Op.F: lambda run, action, state: run._compute(action, state, run.compute.forward),
-    Op.B: lambda run, action, state: run._backward(action, lambda: run._compute(action, state, run.compute.backward)),
+    Op.F: lambda run, action, state: run._forward(action, state),
+    Op.B: lambda run, action, state: run._backward(action, lambda: run.compute.backward(action, state, run.evictions)),
     Op.I: lambda run, action, state: run._backward(action, lambda: run.compute.backward_input(action, state, run.evictions)),
     Op.W: lambda run, action, state: run._backward(action, lambda: run.compute.backward_weight(action, state, run.evictions)),
     Op.R: lambda run, action, state: run.compute.recompute(action, state, run.evictions),

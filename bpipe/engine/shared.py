@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 
 from bpipe.engine.compute import modules_of
 from bpipe.memory.saved.storages import storages_of
 from bpipe.model.stage import PipelineStage
+from bpipe.torch_private.owners_and_versions import address_of
 
 __all__: list[str] = []
+
+DROPOUT: Any = nn.Dropout.__base__  # the class of all of torch's
 
 
 def why_in_order(stages: Mapping[int, PipelineStage], loss_fn: Any, *, shares_random: bool) -> str:
@@ -48,13 +50,13 @@ def _kept(modules: Iterable[nn.Module]) -> set[int]:
     """
     parameters = {id(p) for module in modules for p in module._parameters.values() if p is not None}
     buffers = (b for module in modules for b in module._buffers.values() if b is not None and not is_lazy(b))
-    return parameters | {storage._cdata for buffer in buffers for storage in storages_of(buffer) if storage.nbytes()}
+    return parameters | {address_of(storage) for buffer in buffers for storage in storages_of(buffer) if storage.nbytes()}
 
 
 def _draws(module: nn.Module) -> bool:
     """Return whether a forward of one of torch's modules draws random numbers."""
-    if isinstance(module, _DropoutNd):
-        return module.training and module.p > 0
+    if isinstance(module, DROPOUT):
+        return bool(module.training and module.p > 0)
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):
         return module.training and module.dropout > 0
     return isinstance(module, nn.RReLU) and module.training

@@ -10,6 +10,7 @@ from math import isfinite
 from typing import Any
 
 from bpipe.estimate import huang
+from bpipe.estimate.columns import columns
 from bpipe.estimate.devices import GIB
 from bpipe.estimate.huang import Estimate
 
@@ -221,9 +222,7 @@ def _table(candidates: Sequence[Candidate]) -> str:
     shown = [*fitting[:MOST_FITTING], *others[:MOST_OTHERS]]
     how = ("sequences/s", "step s", "schedule", "stages", "microbatch", "recomputation")
     head = (*how, "device GiB by rank", "activations GiB", "fits")
-    rows = [head, *(_row(one) for one in shown)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines = columns([head, *map(_row, shown)])
     left = len(candidates) - len(shown)
     return "\n".join([*lines, f"and {left} more in .candidates"] if left else lines)
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
+from bpipe.checks import check_count, check_positive, lookup
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.checks import check_count, check_positive, lookup
 from bpipe.estimate.devices import Device, device_named, is_named, link_named
 from bpipe.estimate.execution import RECOMPUTATIONS, Execution
 from bpipe.estimate.measurement import Profile
@@ -57,32 +57,24 @@ def transformer_of(model: object) -> Transformer:
 def workload_of(
     model: object,
     device: Device | None,
-    links: Links,
     *,
-    tensor_parallel: int,
-    sequence_parallel: bool,
     sequence: int | None,
-    attention: str,
-    precision: str,
     recomputations: object,
-    efficiency: object,
+    efficiency: float | Mapping[int, float] | None,
     bytes_per_parameter: float | None,
     layers: object = None,
+    **execution: Any,
 ) -> ModelWorkload:
-    """Return a model by formulas, as `advise` describes it."""
-    execution = Execution(
-        attention=attention, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, precision=precision
-    )
-    whole = transformer_of(model)
+    """Return a model by formulas, as `advise` describes it; further arguments are those of `Execution`."""
+    how, whole = Execution(**execution), transformer_of(model)
     return ModelWorkload(
         model=whole if sequence is None else replace(whole, sequence=sequence),
-        execution=execution,
-        recomputations=recomputations_of(recomputations, execution.attention),
-        device=computing(device, execution.precision),
+        execution=how,
+        recomputations=recomputations_of(recomputations, how.attention),
+        device=computing(device, how.precision),
         efficiency=None if efficiency is None else efficiency_of(efficiency),
         bytes_per_parameter=bytes_per_parameter or DEFAULT_BYTES_PER_PARAMETER,
-        links=links,
-        layers=None if layers is None else series("layers", layers),
+        layers_by_stage=None if layers is None else series("layers", layers),
     )
 
 
@@ -102,34 +94,40 @@ def refuse_for_profiles(**given: object) -> None:
             raise ConfigurationError(f"{name}= says how to calculate a model, and these stages were measured: leave it out")
 
 
-def memory_of(device: Device | None, memory_bytes: object, reserved_bytes: object) -> tuple[int, int]:
+def memory_of(device: Device | None, memory_bytes: int | None, reserve_bytes: int | None) -> tuple[int, int]:
     """Return the bytes of a device, and how many of them are set aside."""
-    if memory_bytes is None and device is None:
-        raise ConfigurationError("how much memory has a device? Give device= (such as 'a100-80gb') or memory_bytes=")
     memory = device.memory_bytes if memory_bytes is None and device is not None else memory_bytes
+    if memory is None:
+        raise ConfigurationError("how much memory has a device? Give device= (such as 'a100-80gb') or memory_bytes=")
     check_count("memory_bytes", memory)
-    assert isinstance(memory, int)
-    reserved = round(RESERVED_SHARE * memory) if reserved_bytes is None else reserved_bytes
-    check_count("reserved_bytes", reserved, least=0)
-    assert isinstance(reserved, int)
+    reserved = round(RESERVED_SHARE * memory) if reserve_bytes is None else reserve_bytes
+    check_count("reserve_bytes", reserved, least=0)
     if reserved >= memory:
-        raise ConfigurationError(f"reserved_bytes={reserved} leave nothing of memory_bytes={memory}")
+        raise ConfigurationError(f"reserve_bytes={reserved} leaves nothing of memory_bytes={memory}")
     return memory, reserved
 
 
-def links_of(device: Device | None, link: LinkArgument, cross_link: LinkArgument, nodes: object, stages: Sequence[int]) -> Links:
+def links_of(
+    device: Device | None,
+    link: LinkArgument,
+    cross_link: LinkArgument,
+    nodes: object,
+    stages: Sequence[int],
+    host_link: LinkArgument = None,
+) -> Links:
     """Make the links from names or numbers, or else from the device's own."""
     default = inf if device is None else device.link_bytes_per_s
-    across = None if cross_link is None else _link("cross_link", cross_link, default)
+    across = None if cross_link is None else link_of("cross_link", cross_link, default)
     if across is not None and nodes is None:
         raise ConfigurationError(
             "cross_link= needs nodes=: which ranks does it join? Give the node of each rank, such as "
             "nodes=[0, 0, 1, 1, 1, 1, 0, 0] for 8 stages on 2 nodes with the ranks of a pair, x and p-1-x, on one"
         )
     return Links(
-        link=_link("link", link, default),
+        link=link_of("link", link, default),
         cross_link=across,
         nodes=None if nodes is None else _nodes_of(nodes, stages),
+        host_link=None if host_link is None else link_of("host_link", host_link),
     )
 
 
@@ -138,12 +136,11 @@ def _nodes_of(nodes: object, stages: Sequence[int]) -> tuple[int, ...]:
     for p in stages:
         if len(listed) != p:
             raise ConfigurationError(f"nodes has {len(listed)} entries: give one for each of {p} ranks, and one number of stages")
-    for node in listed:
-        check_count("nodes", node, least=0)
-    return listed
+    return counts_of("nodes", listed, least=0)
 
 
-def _link(name: str, link: LinkArgument, default: float) -> Link:
+def link_of(name: str, link: LinkArgument, default: float = inf) -> Link:
+    """Make a link from a name or a number; the default is the bandwidth of None."""
     if isinstance(link, Link):
         return link
     if link is None:
@@ -155,7 +152,7 @@ def _link(name: str, link: LinkArgument, default: float) -> Link:
     return Link(bytes_per_s=link)
 
 
-def efficiency_of(efficiency: object) -> float | Mapping[int, float]:
+def efficiency_of(efficiency: float | Mapping[int, float]) -> float | Mapping[int, float]:
     """Check a share of the peak, or one for each microbatch size, and return it."""
     if isinstance(efficiency, Mapping):
         if not efficiency:
@@ -165,7 +162,7 @@ def efficiency_of(efficiency: object) -> float | Mapping[int, float]:
             check_positive(f"efficiency[{size}]", share, most=1)
         return dict(efficiency)
     check_positive("efficiency", efficiency, most=1)
-    return efficiency  # type: ignore[return-value]
+    return efficiency
 
 
 def recomputations_of(recomputations: object, attention: str) -> tuple[str, ...]:
@@ -188,13 +185,11 @@ def stages_of(num_stages: object, num_profiles: int) -> tuple[int, ...]:
     return tuple(sorted(set(stages)))
 
 
-def batches_of(batch: object, stages: Sequence[int], tensor_parallel: int, num_devices: object) -> dict[int, int]:
+def batches_of(batch: int, stages: Sequence[int], tensor_parallel: int, num_devices: int | None) -> dict[int, int]:
     """Return the sequences of one pipeline, for each number of stages, if the devices are filled with pipelines."""
     check_count("batch", batch)
-    if num_devices is not None:
-        check_count("num_devices", num_devices)
-    assert isinstance(batch, int)
-    devices = num_devices if isinstance(num_devices, int) else tensor_parallel * max(stages)
+    devices = tensor_parallel * max(stages) if num_devices is None else num_devices
+    check_count("num_devices", devices)
     batches = {}
     for p in stages:
         pipelines, left = divmod(devices, tensor_parallel * p)
@@ -223,6 +218,14 @@ def sizes_of(given: object, batch: int, known: Sequence[int] | None) -> list[int
         if known is not None and size not in known:
             raise ConfigurationError(f"nothing is known about microbatch size {size}, only about {', '.join(map(str, known))}")
     return sorted(set(sizes))
+
+
+def counts_of(name: str, numbers: object, *, least: int = 1) -> tuple[int, ...]:
+    """Return one whole number or several as a tuple; raise if one is below `least`."""
+    counts = series(name, numbers)
+    for one in counts:
+        check_count(name, one, least=least)
+    return counts
 
 
 def series(name: str, value: object) -> tuple[Any, ...]:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 
+from bpipe.api.options import ASIDE, Options, options_for
+from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import advise_inputs, huang, words
 from bpipe.estimate.advice import Advice, Candidate, gb_per_s, gib
 from bpipe.estimate.candidates import SCHEDULES, SLICED
-from bpipe.estimate.checks import check_count, check_positive
 from bpipe.estimate.decision import verdict_on
 from bpipe.estimate.devices import Device
-from bpipe.estimate.evaluate import Evaluator, Progress, finite
+from bpipe.estimate.evaluate import Evaluator, finite
 from bpipe.estimate.execution import RECOMPUTATIONS
 from bpipe.estimate.long_contexts import NOTICED, V_SHAPES, slowed, too_long
 from bpipe.estimate.measurement import Profile
 from bpipe.estimate.square_cube import say_from_where
 from bpipe.estimate.stages import split_layers
 from bpipe.estimate.transformer import Transformer
-from bpipe.estimate.workload import MeasuredWorkload, ModelWorkload, Workload
+from bpipe.estimate.workload import MeasuredWorkload, ModelWorkload
 
 __all__ = ["advise"]
 
@@ -43,7 +44,6 @@ def advise(
     num_stages: int | Sequence[int] | None = None,
     device: str | Device | None = None,
     memory_bytes: int | None = None,
-    reserved_bytes: int | None = None,
     num_devices: int | None = None,
     tensor_parallel: int = 1,
     sequence_parallel: bool = True,
@@ -53,13 +53,12 @@ def advise(
     recomputations: Sequence[str] = RECOMPUTATIONS,
     microbatch_sizes: Sequence[int] | None = None,
     efficiency: float | Mapping[int, float] | None = None,
-    bytes_per_parameter: float | None = None,
     layers: Sequence[int] | None = None,
     slices: int = 1,
     link: str | float | None = None,
     cross_link: str | float | None = None,
     nodes: Sequence[int] | None = None,
-    progress: Progress | None = None,
+    options: Options | None = None,
 ) -> Advice:
     """Rank 1F1B and GPipe, plain and balanced, with every microbatch size and recomputation, and say whether to balance.
 
@@ -73,7 +72,6 @@ def advise(
         num_stages: p, one or several to compare; default: as many as there are profiles.
         device: a name, or a `Device`. Profiles need none where `memory_bytes` is given.
         memory_bytes: the memory of a device; default: that of `device`.
-        reserved_bytes: of these, set aside for what is not counted; default: 5%, which is 4 of 80 GiB.
         num_devices: of all pipelines together, each with its share of the batch; default: one pipeline of the most
             stages. It makes different numbers of stages comparable.
         tensor_parallel: t, devices of a stage.
@@ -87,14 +85,13 @@ def advise(
             512, so they are tried only with recomputations that let no larger size fit plain.
         efficiency: the share of the device's peak that one stage reaches, a number or one for each microbatch size; it decides
             whether a larger microbatch pays. Default: 0.45, an assumption that the verdict mentions.
-        bytes_per_parameter: see `bpipe.estimate.state_bytes`; default: 18, or what was measured and Adam's states.
         layers: layers of each stage; default: as even as possible.
         slices: k; if more than 1, Seq1F1B is ranked too, with each microbatch cut into k slices of equal cost along its sequence.
         link: between ranks of a node, a name ("nvlink3", "pcie4") or bytes per second and direction; default: the device's. If it
             is given, the verdict says from which width of a model messages between stages hide.
         cross_link: between nodes, which needs `nodes`; default: `link`.
         nodes: the node of each rank, for one number of stages; default: all on one.
-        progress: called as `progress(done, total)`.
+        options: `reserve_bytes`, `bytes_per_parameter` and `progress`.
 
     Returns:
         An `Advice`: print it, read its `verdict` and `candidates`, or write `to_json()`.
@@ -111,42 +108,47 @@ def advise(
     check_count("slices", slices)
     if slices > 1 and attention != "flash":
         raise ConfigurationError(f"slices={slices} with attention={attention!r}: slices are estimated for attention='flash' only")
-    if bytes_per_parameter is not None:
-        check_positive("bytes_per_parameter", bytes_per_parameter, most=1024)
+    options = options_for("advise", options, (*ASIDE, "progress"))
     found, profiles = advise_inputs.device_of(device), advise_inputs.profiles_in(model)
     stages = advise_inputs.stages_of(num_stages, len(profiles))
-    memory, reserved = advise_inputs.memory_of(found, memory_bytes, reserved_bytes)
+    memory, reserved = advise_inputs.memory_of(found, memory_bytes, options.reserve_bytes)
     links = advise_inputs.links_of(found, link, cross_link, nodes, stages)
-    workload: Workload
+    workload: ModelWorkload | MeasuredWorkload
     if profiles:
         said = {"attention": attention, "precision": precision} if (attention, precision) != ("flash", "bf16") else {}
         advise_inputs.refuse_for_profiles(efficiency=efficiency, layers=layers, sequence=sequence, **said)
-        workload = MeasuredWorkload(profiles=profiles, bytes_per_parameter=bytes_per_parameter, links=links)
+        workload = MeasuredWorkload(profiles=profiles, num_stages=max(stages), bytes_per_parameter=options.bytes_per_parameter)
     else:
         workload = advise_inputs.workload_of(
             model,
             found,
-            links,
-            tensor_parallel=tensor_parallel,
-            sequence_parallel=sequence_parallel,
             sequence=sequence,
             attention=attention,
             precision=precision,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
             recomputations=recomputations,
             efficiency=efficiency,
-            bytes_per_parameter=bytes_per_parameter,
+            bytes_per_parameter=options.bytes_per_parameter,
             layers=layers,
         )
     batches = advise_inputs.batches_of(batch, stages, tensor_parallel, num_devices)
     sizes = {p: advise_inputs.sizes_of(microbatch_sizes, batches[p], workload.microbatch_sizes) for p in stages}
-    usable = f"{gib(memory - reserved)} GiB to use per device ({gib(memory)} GiB less {gib(reserved)} set aside)"
-    title = (
-        f"{workload.name}{_where(found, stages, tensor_parallel)}, {batch} sequences per step, {usable}, links of "
-        f"{gb_per_s(links.link.bytes_per_s)}"
-    )
     many = MOST_MICROBATCHES if microbatch_sizes is None and workload.microbatch_sizes is None else batch
-    evaluator = Evaluator(workload, batch, batches, memory, reserved, many, slices)
-    return _advice(title, evaluator, evaluator.ranked(sizes, progress), says_messages=link is not None)
+    evaluator = Evaluator(workload, links, batch, batches, memory, reserved, many, slices)
+    title = _title(evaluator, "" if found is None else f" on {found.name}", tensor_parallel)
+    return _advice(title, evaluator, evaluator.ranked(sizes, options.progress), says_messages=link is not None)
+
+
+def _title(evaluator: Evaluator, on: str, tensor_parallel: int) -> str:
+    """Return what the advice is about: the model, the devices that it runs `on`, and the batch."""
+    workload, stages, memory, reserved = evaluator.workload, evaluator.batches, evaluator.memory_bytes, evaluator.reserved_bytes
+    cut = f" x tensor parallel {tensor_parallel}" if tensor_parallel > 1 else ""
+    return (
+        f"{workload.name}{on}: {' or '.join(map(str, stages))} stage{'s' * (max(stages) > 1)}{cut}, {evaluator.batch} sequences "
+        f"per step, {gib(memory - reserved)} GiB to use per device ({gib(memory)} GiB less {gib(reserved)} set aside), links of "
+        f"{gb_per_s(evaluator.links.link.bytes_per_s)}"
+    )
 
 
 def _advice(title: str, evaluator: Evaluator, candidates: tuple[Candidate, ...], *, says_messages: bool) -> Advice:
@@ -163,39 +165,32 @@ def _advice(title: str, evaluator: Evaluator, candidates: tuple[Candidate, ...],
         estimate=verdict.estimate,
         memory_bytes=evaluator.memory_bytes,
         reserved_bytes=evaluator.reserved_bytes,
-        link_bytes_per_s=finite(workload.links.link.bytes_per_s),
-        assumptions=(*workload.assumptions, *ASSUMPTIONS, *_added(candidates), *_sliced(candidates)),
+        link_bytes_per_s=finite(evaluator.links.link.bytes_per_s),
+        assumptions=(*workload.assumptions, *ASSUMPTIONS, *_ranked_too(candidates)),
     )
 
 
-def _added(candidates: Sequence[Candidate]) -> list[str]:
-    """Return a line that names the ranked schedules that are not bpipe's own."""
-    added = dict.fromkeys(one.schedule for one in candidates if one.schedule not in (*SCHEDULES, SLICED))
-    return [f"Ranked too, because they are registered: {', '.join(added)}."] if added else []
-
-
-def _sliced(candidates: Sequence[Candidate]) -> list[str]:
-    """Return a line on the schedule of slices, if it was ranked."""
-    sliced = next((one for one in candidates if one.slices > 1), None)
-    if sliced is None:
-        return []
-    return [
-        f"Ranked too is {sliced.schedule} with {sliced.slices} slices of equal cost, in which kernels are taken to be as efficient "
-        "as on a whole sequence, and whose keys and values to move with the rest; not with full recomputation, as later slices "
-        "read them.",
-    ]
+def _ranked_too(candidates: Sequence[Candidate]) -> Iterator[str]:
+    """Yield a line that names the ranked schedules that are not bpipe's own, and one on the schedule of slices."""
+    if added := dict.fromkeys(one.schedule for one in candidates if one.schedule not in (*SCHEDULES, SLICED)):
+        yield f"Ranked too, because they are registered: {', '.join(added)}."
+    for sliced in [one for one in candidates if one.slices > 1][:1]:
+        yield (
+            f"Ranked too is {sliced.schedule} with {sliced.slices} slices of equal cost, in which kernels are taken to be as "
+            "efficient as on a whole sequence, and whose keys and values to move with the rest; not with full recomputation, as "
+            "later slices read them."
+        )
 
 
 def _messages(evaluator: Evaluator) -> list[str]:
     """Return a line for each number of stages on the width from which messages hide over the link that was given."""
     workload = evaluator.workload
-    if not isinstance(workload, ModelWorkload) or not isfinite(workload.links.link.bytes_per_s):
+    if not isinstance(workload, ModelWorkload) or not isfinite(evaluator.links.link.bytes_per_s):
         return []
-    model, execution = workload.model, workload.execution
-    reached = execution.tensor_parallel * workload.device.flops_per_s * workload.share(min(workload.microbatch_sizes or (1,)))
-    rates = {"flops_per_s": reached, "bytes_per_s": workload.links.link.bytes_per_s}
-    least = {p: min(split_layers(model.num_layers, p, workload.layers)) for p in evaluator.batches}
-    return [say_from_where(model, execution, num_stages=p, layers=n, **rates) for p, n in least.items() if n]
+    model, reached = workload.model, workload.flops_per_s(min(workload.microbatch_sizes or (1,)))
+    rates = {"flops_per_s": reached, "bytes_per_s": evaluator.links.link.bytes_per_s}
+    least = {p: min(split_layers(model.num_layers, p, workload.layers_by_stage)) for p in evaluator.batches}
+    return [say_from_where(model, workload.execution, num_stages=p, layers=n, **rates) for p, n in least.items() if n]
 
 
 def _long_context(evaluator: Evaluator) -> str:
@@ -205,9 +200,3 @@ def _long_context(evaluator: Evaluator) -> str:
         return ""
     times = {name: time for name in V_SHAPES if (time := slowed(name, p, attention)) > 1 + NOTICED}
     return words.long_context(attention, times, p, evaluator.slices) if times else ""
-
-
-def _where(device: Device | None, stages: Sequence[int], tensor_parallel: int) -> str:
-    where = "" if device is None else f" on {device.name}"
-    cut = f" x tensor parallel {tensor_parallel}" if tensor_parallel > 1 else ""
-    return f"{where}: {' or '.join(map(str, stages))} stage{'s' * (max(stages) > 1)}{cut}"

@@ -11,57 +11,27 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
 
 from bpipe.backward.autograd import Graph, InputGrads, edges_of, enter, run_backward
 from bpipe.backward.divided import Divided
 from bpipe.backward.new_gradients import owned
 from bpipe.backward.split import DeferredWeightGrad
 from bpipe.backward.user_hooks import Silent, UserHooks
+from bpipe.checks import check_count
 from bpipe.comm.wire.message import dense, flatten_message, unflatten_message
 from bpipe.device import synchronize
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.estimate.checks import check_count
 from bpipe.memory.saved.footprint import Footprint, footprint_of
 from bpipe.memory.saved.stash import Stash
 from bpipe.memory.saved.storages import element_bytes, keys_of, storages_of
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.stage import ModuleSnapshot
+from bpipe.torch_private.owners_and_versions import address_of, hooks_on
+from bpipe.torch_private.pytrees import tree_map_only
 
 __all__: list[str] = []
 
 Loss = Callable[[Any, Any], torch.Tensor]
-
-
-def check_measurable(module: Any, example: Any, repeats: Any, caller: str) -> None:
-    """Raise unless a stage can be run alone, without a trace that stays.
-
-    Raises:
-        ConfigurationError: not a module, an example without tensors, parameters that are not there yet, or hooks that would change
-            the parameters during a backward.
-    """
-    if not isinstance(module, torch.nn.Module):
-        raise ConfigurationError(f"{caller} measures an nn.Module, got {type(module).__qualname__}")
-    check_count("repeats", repeats)
-    if not tensors_in(example):
-        raise ConfigurationError("the example has no tensor: give the stage's input, or a tuple of its arguments")
-    for parameter in module.parameters():
-        if is_lazy(parameter) or parameter.device.type == "meta":
-            raise ConfigurationError("parameters are not there yet (lazy, or on the meta device): initialise the module first")
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise ConfigurationError(
-                "a parameter has a post-accumulate-grad hook, such as an optimizer's, that a backward would run: take it off first"
-            )
-
-
-def device_of(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.device:
-    """Return the device of a stage, which is that of its first parameter or input."""
-    return next((tensor.device for tensor in (*module.parameters(), *tensors_in(args))), torch.device("cpu"))
-
-
-def seems_first(args: tuple[Any, ...]) -> bool:
-    """Return whether inputs look like a first stage's: none of them has floating point numbers."""
-    return not any(map(is_differentiable, tensors_in(args)))
 
 
 @dataclass
@@ -87,6 +57,43 @@ class Bench:
     is_first: bool
     has_backward: bool
     silent: Silent = field(default_factory=dict)  # what split backwards have found out about hooks on its parameters
+
+    @classmethod
+    def of(
+        cls,
+        caller: str,
+        module: Any,
+        example: Any,
+        repeats: Any,
+        *,
+        loss_fn: Loss | None,
+        target: Any,
+        is_first: bool | None,
+        has_backward: bool = True,
+    ) -> Bench:
+        """Put a stage on the bench, for an example of its input that is one argument or a tuple of them.
+
+        Raises:
+            ConfigurationError: it cannot be run alone without a trace that stays: not a module, an example without tensors,
+                parameters that are not there yet, or hooks that would change the parameters during a backward.
+        """
+        if not isinstance(module, torch.nn.Module):
+            raise ConfigurationError(f"{caller} measures an nn.Module, got {type(module).__qualname__}")
+        check_count("repeats", repeats)
+        args = example if isinstance(example, tuple) else (example,)
+        if not (tensors := tensors_in(args)):
+            raise ConfigurationError("the example has no tensor: give the stage's input, or a tuple of its arguments")
+        for parameter in module.parameters():
+            if is_lazy(parameter) or parameter.device.type == "meta":
+                raise ConfigurationError("parameters are not there yet (lazy, or on the meta device): initialise the module first")
+            if hooks_on(parameter)[1]:
+                raise ConfigurationError(
+                    "a parameter has a post-accumulate-grad hook, such as an optimizer's, that a backward would run: take it off "
+                    "first"
+                )
+        device = next(tensor.device for tensor in (*module.parameters(), *tensors))
+        is_first = not any(map(is_differentiable, tensors)) if is_first is None else is_first
+        return cls(module, args, target, loss_fn, device, is_first, has_backward)
 
     def counted(self, size: int) -> tuple[Footprint, int, int]:
         """Return the footprint of a microbatch, and the bytes of its output and of its inputs' gradients."""
@@ -148,7 +155,7 @@ class Bench:
             ("a buffer", self.module.buffers()),
             ("a parameter", self.module.parameters()),
         ]
-        return {storage._cdata: kind for kind, tensors in kinds for tensor in tensors for storage in storages_of(tensor)}
+        return {address_of(storage): kind for kind, tensors in kinds for tensor in tensors for storage in storages_of(tensor)}
 
     def _forward(
         self, args: tuple[Any, ...], target: Any, box: InputGrads, non_activations: dict[int, str], stash: Stash | None

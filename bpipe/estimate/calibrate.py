@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import add
@@ -15,10 +15,13 @@ from bpipe.estimate.contention import Times, Worked, beside_s, busy_times, lost_
 from bpipe.estimate.measured_links import Flight, Way, fitted, flights
 from bpipe.plan.action import HOST
 from bpipe.plan.meter import occupancy
-from bpipe.schedules import Costs, Link, Op, Plan, Sizes, StageSizes, Timeline
+from bpipe.schedules import Costs, Link, Op, Plan, Sizes, Timeline
 from bpipe.tools.measured import Measured
 
 __all__ = ["calibrated"]
+
+SECONDS_OF = {Op.F: "forward_s", Op.B: "backward_s", Op.I: "input_s", Op.W: "weight_s"}  # as `Costs` names them
+LINKS = ("link", "cross_link", "host_link")
 
 Taken = dict[tuple[Op, int], dict[int, list[Worked]]]  # by operation and stage, then by microbatch
 
@@ -69,25 +72,18 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan, *, nodes: Sequence[int
     if nodes is not None and len(nodes) != traced.plan.num_ranks:
         raise ConfigurationError(f"nodes has {len(nodes)} entries: give one for each of the {traced.plan.num_ranks} traced ranks")
     steps = [timeline for timeline in alike if timeline.plan.slices == plan.slices]
-    found = [(timeline, flights(timeline, sizes.carried)) for timeline in steps if (sizes := _sizes(timeline)) is not None]
-    links: dict[str, Link | None] = {kind: _link(kind, [ways for _, ways in found], nodes) for kind in _KINDS}
+    ways = [{} if (sizes := _sizes(timeline)) is None else flights(timeline, sizes.carried) for timeline in steps]
+    links = {kind: _link(kind, ways, nodes) for kind in LINKS}
     taken: Taken = defaultdict(lambda: defaultdict(list))
-    for timeline in steps:
-        ways = next((ways for one, ways in found if one is timeline), {})
-        busy = busy_times(ways, {way: links[_kind(way, nodes)] for way in ways})
+    for timeline, of_step in zip(steps, ways):
+        busy = busy_times(of_step, {way: links[_kind(way, nodes)] for way in of_step})
         for (op, stage, microbatch), worked in _worked(timeline, busy).items():
             taken[op, stage][microbatch].append(worked)
     lost = lost_share(_same(taken, plan.slices))
-    needed = dict.fromkeys(action.op for rank in range(plan.num_ranks) for action in plan.compute(rank))
-    named = {Op.F: "forward_s", Op.B: "backward_s", Op.I: "input_s", Op.W: "weight_s"}
-    times = {
-        named[op]: [_series(taken, op, stage, plan, lost) for stage in range(plan.num_stages)] for op in needed if op is not Op.R
-    }
+    needed = dict.fromkeys(action.op for rank in range(plan.num_ranks) for action in plan.compute(rank) if action.op is not Op.R)
+    times = {SECONDS_OF[op]: [_series(taken, op, stage, plan, lost) for stage in range(plan.num_stages)] for op in needed}
     known = {kind: link for kind, link in links.items() if link is not None}
     return Costs(**times, **_bytes(traced), **known, nodes=nodes, slowdown=1 / (1 - lost))  # type: ignore[arg-type]
-
-
-_KINDS = ("link", "cross_link", "host_link")
 
 
 def _kind(way: Way, nodes: Sequence[int] | None) -> str:
@@ -112,23 +108,22 @@ def _bytes(traced: Timeline) -> dict[str, list[Any]]:
     if sizes is None:
         saved = [_saved(traced, stage) for stage in range(plan.num_stages)]
         return {"saved_bytes": saved, "static_bytes": [_static(traced, rank, saved) for rank in plan.stage_ranks]}
-    return {
-        "saved_bytes": [_of_slices(sizes, stage, lambda one: one.saved) for stage in range(plan.num_stages)],
-        "movable_bytes": [_of_slices(sizes, stage, lambda one: one.movable) for stage in range(plan.num_stages)],
-        "output_bytes": [_of_slices(sizes, stage, lambda one: one.sent) for stage in range(plan.num_stages)],
-        "gradient_bytes": [*(_of_slices(sizes, stage, lambda one: one.received) for stage in range(1, plan.num_stages)), 0],
-        "static_bytes": [sizes.static[rank] // plan.stage_ranks.count(rank) for rank in plan.stage_ranks],
+    numbers = {"saved_bytes": "saved", "movable_bytes": "movable", "output_bytes": "sent", "gradient_bytes": "received"}
+    found: dict[str, list[Any]] = {
+        name: [_of_slices(sizes, stage, number) for stage in range(plan.num_stages)] for name, number in numbers.items()
     }
+    found["gradient_bytes"] = [*found["gradient_bytes"][1:], 0]  # a stage gets as much as the next one sends back
+    return found | {"static_bytes": [sizes.static[rank] // plan.stage_ranks.count(rank) for rank in plan.stage_ranks]}
 
 
-def _of_slices(sizes: Sizes, stage: int, number: Callable[[StageSizes], int]) -> int | list[int]:
+def _of_slices(sizes: Sizes, stage: int, number: str) -> int | list[int]:
     """Return a number of a stage's sizes, or one for each slice of a microbatch if these differ."""
-    numbers = [number(stages[stage]) for stages in sizes.by_slice]
+    numbers = [getattr(stages[stage], number) for stages in sizes.by_slice]
     return numbers if sizes.later_slices else numbers[0]
 
 
 def _worked(timeline: Timeline, busy: Mapping[int, Times]) -> dict[tuple[Op, int, int], Worked]:
-    """Return each computation, with the pieces of one added up; but for two side by side, which share their time."""
+    """Return each computation, but for two side by side, which share their time."""
     found: dict[tuple[Op, int, int], Worked] = defaultdict(lambda: Worked(0.0, 0.0))
     for rank in range(timeline.num_ranks):
         spans = list(timeline.computations(rank))

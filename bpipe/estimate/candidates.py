@@ -1,63 +1,80 @@
-"""The plans that could run: schedules with one stage per rank and whole backwards, plain and balanced.
-
-To add a schedule, name it in `SCHEDULES`; to add another place for activations (the host's memory, say), add it to those in
-`variants`.
-"""
+"""The plans that could run: schedules with one stage per rank and whole backwards, plain and balanced."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import cached_property
 
 from bpipe.errors import PlanError
 from bpipe.plan.destinations import mirror_pairs
 from bpipe.schedules import Op, Placement, Plan, build
 from bpipe.schedules.registry import added_rules
 
-__all__ = ["Variant", "roomier", "variants"]
-
+__all__ = ["Variants", "variants"]
 
 SLICED = "seq_1f1b"
-SCHEDULES = ("1f1b", "gpipe", "balanced_1f1b")  # the first's name is kept where several are the same
+SCHEDULES = ("1f1b", "gpipe")  # the first's name is kept where several are the same
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Variant:
-    """A schedule, and where it moves activations for which a rank has no memory."""
-
-    schedule: str  # its name for `build`
-    destination: str  # "" if activations stay, "pair" if they move to rank p-1-x
-    plan: Plan  # the finished plan
-
-    @property
-    def slots(self) -> int | None:
-        """The budget of each rank in microbatches or slices of one stage, for `build(schedule, ..., slots=slots)`."""
-        budgets = [slots for slots in self.plan.slots if slots is not None]
-        return max(budgets) if self.destination and budgets else None
-
-
-def variants(num_stages: int, num_microbatches: int, slices: int = 1) -> Iterator[Variant]:
-    """Yield each different way to run `num_microbatches` on `num_stages` ranks, balanced ones with the least memory.
-
-    With several slices, Seq1F1B comes after those of whole microbatches.
+class Variants:
+    """A schedule's finished plans: plain, and balanced within fewer slots than that occupies, where activations move to rank p-1-x.
 
     Example:
-        >>> [(one.schedule, one.destination) for one in variants(4, 8)]
-        [('1f1b', ''), ('1f1b', 'pair'), ('gpipe', '')]
+        >>> one = Variants("1f1b", num_stages=8, num_microbatches=16)
+        >>> max(one.plain.peak_slots), max(one.tight.slots), [max(plan.slots) for plan in one.roomier]
+        (8, 5, [7, 6])
     """
-    seen = set()
-    whole = [(schedule, 1) for schedule in (*SCHEDULES, *added(num_stages, num_microbatches))]
-    for schedule, k in (*whole, *[(SLICED, slices)] * (slices > 1)):
-        plain = build(schedule, num_stages, num_microbatches, slices=k)
-        if evicts(plain):  # it is another schedule, balanced
-            continue
-        for destination, plan in (("", plain), ("pair", _to_pairs(schedule, plain))):
-            if plan is not None and (key := (plan.stage_ranks, plan.actions, plan.served)) not in seen:
-                seen.add(key)
-                yield Variant(schedule=schedule, destination=destination, plan=plan)
+
+    def __init__(self, schedule: str, num_stages: int, num_microbatches: int, slices: int = 1) -> None:
+        self.schedule, self.plain = schedule, build(schedule, num_stages, num_microbatches, slices=slices)
+
+    @cached_property
+    def tight(self) -> Plan | None:
+        """The plan with the smallest budget that works; None if there is none below what the plain one occupies.
+
+        A pair cannot get below half of the slots that its ranks occupy together, plus one slot for the transfer in flight.
+        """
+        peaks = self.plain.peak_slots
+        least = max((peaks[rank] + peaks[pair] + 2) // 2 for rank, pair in enumerate(mirror_pairs(len(peaks))))
+        return next(self._within(range(least, max(peaks))), None)
+
+    @cached_property
+    def roomier(self) -> tuple[Plan, ...]:
+        """The plans with larger budgets than the tight one, starting from the largest that still moves anything."""
+        slots = () if self.tight is None else range(max(self.plain.peak_slots) - 1, self.tight.slots[0] or 0, -1)
+        return tuple(self._within(slots))
+
+    @property
+    def plain_and_tight(self) -> tuple[Plan, ...]:
+        """The plans that need most and least memory."""
+        return (self.plain,) if self.tight is None else (self.plain, self.tight)
+
+    def _within(self, budgets: Iterable[int]) -> Iterator[Plan]:
+        """Yield the plans with these budgets, but for those that cannot be met."""
+        for slots in budgets:
+            with suppress(PlanError):
+                plain = self.plain
+                yield build(self.schedule, plain.num_ranks, plain.num_microbatches, slots=slots, slices=plain.slices)
 
 
-def added(num_stages: int, num_microbatches: int) -> tuple[str, ...]:
+def variants(num_stages: int, num_microbatches: int, slices: int = 1) -> tuple[Variants, ...]:
+    """Return the different schedules that run `num_microbatches` on `num_stages` ranks; with several slices, Seq1F1B is the last.
+
+    Example:
+        >>> [(one.schedule, plan.slots[0]) for one in variants(4, 8) for plan in one.plain_and_tight]
+        [('1f1b', None), ('1f1b', 3), ('gpipe', None)]
+    """
+    sizes = num_stages, num_microbatches
+    found: dict[object, Variants] = {}
+    for schedule, k in [*((name, 1) for name in (*SCHEDULES, *_added(*sizes))), *[(SLICED, slices)] * (slices > 1)]:
+        one = Variants(schedule, *sizes, k)
+        if not any(one.plain.served):  # else it is another schedule, balanced
+            found.setdefault(one.plain.actions, one)
+    return tuple(found.values())
+
+
+def _added(num_stages: int, num_microbatches: int) -> tuple[str, ...]:
     """Return the names of registered schedules that can be ranked too, as `SCHEDULES` are: one stage per rank, whole backwards.
 
     A schedule whose gradients stay in their stage learns something else, and is no choice beside the others.
@@ -71,42 +88,3 @@ def added(num_stages: int, num_microbatches: int) -> tuple[str, ...]:
         and rule.allows(num_stages, num_microbatches)
         and {action.op for lane in rule.order(num_stages, num_microbatches, 1) for action in lane} <= whole
     )
-
-
-def roomier(variant: Variant) -> tuple[Variant, ...]:
-    """Return a variant with larger budgets, which move less, starting from the largest that still moves anything.
-
-    Example:
-        >>> [one.slots for one in roomier(next(one for one in variants(8, 16) if one.destination))]
-        [7, 6]
-    """
-    found: list[Variant] = []
-    plan, slots = variant.plan, variant.slots or 0
-    while slots and evicts(plan):
-        slots += 1
-        try:
-            plan = build(variant.schedule, plan.num_ranks, plan.num_microbatches, slots=slots, slices=plan.slices)
-        except PlanError:  # this budget cannot be met
-            continue
-        found.append(replace(variant, plan=plan))
-    return tuple(reversed(found[:-1]))
-
-
-def evicts(plan: Plan) -> bool:
-    """Return whether any activations move."""
-    return any(plan.served)
-
-
-def _to_pairs(schedule: str, plain: Plan) -> Plan | None:
-    """Return the plan with the smallest budget that works, if it is below what the plain schedule occupies.
-
-    A pair cannot get below half of the slots that its ranks occupy together, plus one slot for the transfer in flight.
-    """
-    peaks = plain.peak_slots
-    least = max((peaks[rank] + peaks[pair] + 2) // 2 for rank, pair in enumerate(mirror_pairs(len(peaks))))
-    for slots in range(least, max(peaks)):
-        try:
-            return build(schedule, plain.num_ranks, plain.num_microbatches, slots=slots, slices=plain.slices)
-        except PlanError:  # this budget cannot be met
-            continue
-    return None

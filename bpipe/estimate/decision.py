@@ -10,7 +10,6 @@ from bpipe.estimate import words
 from bpipe.estimate.advice import Candidate, best_of
 from bpipe.estimate.evaluate import Evaluator
 from bpipe.estimate.huang import Estimate
-from bpipe.estimate.workload import ModelWorkload
 
 __all__: list[str] = []
 
@@ -79,8 +78,7 @@ def _verdict(
 ) -> Verdict:
     before = best_of([one for one in plain if (one.num_stages, one.schedule) == (balanced.num_stages, balanced.schedule)])
     estimate = None if before is None or balanced.slices > 1 else balanced.estimate_over(before)
-    workload = evaluator.workload
-    pays = words.pays_from(plain[0], balanced, workload.share if isinstance(workload, ModelWorkload) else None)
+    pays = words.pays_from(plain[0], balanced, evaluator.workload.share)
     lines = [first, pays, words.numbers(plain, balanced, estimate), words.link(balanced, evaluator.link_bytes_per_s)]
     return Verdict(decision=decision, text="\n".join(filter(None, lines)), estimate=estimate, breaks_even_bytes_per_s=even)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bpipe.estimate.checks import check_count, check_positive, lookup
+from bpipe.checks import check_count, check_positive, lookup
 
 __all__ = ["Device", "device_named", "link_named"]
 

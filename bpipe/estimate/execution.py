@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bpipe.checks import check_count, lookup
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.checks import check_count, lookup
 
 __all__ = ["Execution"]
 

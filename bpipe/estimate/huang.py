@@ -1,18 +1,17 @@
 """Huang et al.'s estimate of whether a larger microbatch pays (arXiv 2401.02088), from the bubble and one stage's efficiency.
 
 Letters: B sequences per step and pipeline, b per microbatch, p stages, T(b) seconds of one stage's F and B, F_stage its operations
-for one sequence, P_peak the operations per second of the devices of a stage together. A microbatch size that does not divide the
-batch is a ConfigurationError in all of them.
+for one sequence, P_peak the operations per second of the devices of a stage together.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.checks import check_count, check_positive
 
-__all__ = ["ASSUMPTIONS", "Estimate", "bubble_factor", "estimate", "mfu", "speed_up", "stage_mfu", "step_s"]
+__all__ = ["ASSUMPTIONS", "Estimate", "estimate"]
 
 ASSUMPTIONS = (
     "Huang et al.'s estimates (arXiv 2401.02088) take all stages to be as slow as the slowest, 1F1B, a bubble of p - 1 "
@@ -61,54 +60,6 @@ class Estimate:
         return f"Huang et al.'s estimate, for equal stages: {self.speed_up:.3f} times as fast; {steps}{shares}."
 
 
-def step_s(batch: int, microbatch_size: int, num_stages: int, stage_s: float) -> float:
-    """Compute E1, the seconds of a step: (B/b + p - 1) T(b)."""
-    check_sizes(batch, num_stages, microbatch_size)
-    return (batch // microbatch_size + num_stages - 1) * stage_s
-
-
-def stage_mfu(microbatch_size: int, sequence_flops: float, stage_s: float, peak_flops_per_s: float) -> float:
-    """Compute E2, the share of the peak that one stage reaches alone: b F_stage / (P_peak T(b))."""
-    check_positive("stage_s", stage_s)
-    check_positive("peak_flops_per_s", peak_flops_per_s)
-    return microbatch_size * sequence_flops / (peak_flops_per_s * stage_s)
-
-
-def mfu(batch: int, microbatch_size: int, num_stages: int, of_stage: float) -> float:
-    """Compute E3, the share of the peak that the pipeline reaches: MFU_stage(b) B / (B + b (p - 1))."""
-    check_sizes(batch, num_stages, microbatch_size)
-    return of_stage * batch / (batch + microbatch_size * (num_stages - 1))
-
-
-def bubble_factor(batch: int, num_stages: int, x: int, y: int) -> float:
-    """Compute what the bubble alone leaves of the speed from microbatch x to y: [B + x (p - 1)] / [B + y (p - 1)].
-
-    Example:
-        >>> round(bubble_factor(128, 8, 1, 2), 4)
-        0.9507
-    """
-    check_sizes(batch, num_stages, x, y)
-    return (batch + x * (num_stages - 1)) / (batch + y * (num_stages - 1))
-
-
-def speed_up(batch: int, num_stages: int, x: int, y: int, stage_ratio: float) -> float:
-    """Compute E4, the speed-up of microbatch y over x.
-
-    Args:
-        batch: B.
-        num_stages: p.
-        x: sequences of the microbatch before.
-        y: sequences of the microbatch after.
-        stage_ratio: MFU_stage(y) / MFU_stage(x), or (T(x) / x) / (T(y) / y).
-
-    Example:
-        >>> round(speed_up(128, 8, 1, 2, stage_ratio=1.42), 2)
-        1.35
-    """
-    check_positive("stage_ratio", stage_ratio)
-    return bubble_factor(batch, num_stages, x, y) * stage_ratio
-
-
 def estimate(
     batch: int,
     num_stages: int,
@@ -119,32 +70,40 @@ def estimate(
 ) -> Estimate:
     """Compute all four estimates from what one stage takes before and after.
 
+    A microbatch of b sequences takes part of the batch B, so that the pipeline runs as long as for B + b (p - 1) sequences:
+    E1 = (B + b (p - 1)) T(b) / b, E3 = E2 B / (B + b (p - 1)), and E4 is the ratio of both E1.
+
     Args:
         batch: B.
         num_stages: p.
         microbatch_sizes: x and y.
         stage_s: T(x) and T(y), of the slowest stage.
-        stage_mfu: E2 of both, if the operations are known.
+        stage_mfu: E2 of both, b F_stage / (P_peak T(b)), if the operations are known.
+
+    Raises:
+        ConfigurationError: microbatches of these sizes do not make up the batch.
+
+    Example:
+        >>> ratio_of_142 = estimate(128, 8, (1, 2), stage_s=(1.0, 2 / 1.42))
+        >>> round(ratio_of_142.bubble_factor, 4), round(ratio_of_142.speed_up, 2)
+        (0.9507, 1.35)
     """
-    (x, y), (x_s, y_s) = microbatch_sizes, stage_s
-    ratio = (x_s / x) / (y_s / y)
-    return Estimate(
-        microbatch_sizes=(x, y),
-        step_s=(step_s(batch, x, num_stages, x_s), step_s(batch, y, num_stages, y_s)),
-        stage_mfu=stage_mfu,
-        mfu=stage_mfu and (mfu(batch, x, num_stages, stage_mfu[0]), mfu(batch, y, num_stages, stage_mfu[1])),
-        stage_ratio=ratio,
-        bubble_factor=bubble_factor(batch, num_stages, x, y),
-        speed_up=speed_up(batch, num_stages, x, y, ratio),
-        assumptions=ASSUMPTIONS,
-    )
-
-
-def check_sizes(batch: int, num_stages: int, *microbatch_sizes: int) -> None:
-    """Raise unless microbatches of these sizes make up a batch."""
     check_count("batch", batch)
     check_count("num_stages", num_stages)
     for size in microbatch_sizes:
         check_count("microbatch size", size)
         if batch % size:
             raise ConfigurationError(f"a batch of {batch} sequences does not divide into microbatches of {size}")
+    x, y = microbatch_sizes
+    before, after = (batch + size * (num_stages - 1) for size in microbatch_sizes)
+    ratio = (stage_s[0] / x) / (stage_s[1] / y)
+    return Estimate(
+        microbatch_sizes=microbatch_sizes,
+        step_s=(before // x * stage_s[0], after // y * stage_s[1]),
+        stage_mfu=stage_mfu,
+        mfu=stage_mfu and (stage_mfu[0] * batch / before, stage_mfu[1] * batch / after),
+        stage_ratio=ratio,
+        bubble_factor=before / after,
+        speed_up=before / after * ratio,
+        assumptions=ASSUMPTIONS,
+    )

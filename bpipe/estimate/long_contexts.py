@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.checks import check_count
 from bpipe.estimate.flops import core_flops, layer_flops
 from bpipe.estimate.transformer import Transformer
 from bpipe.schedules import Op, Timeline, names

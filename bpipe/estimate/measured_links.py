@@ -20,7 +20,6 @@ LEAST_WAIT_S, LEAST_WAIT_SHARE = 1e-3, 0.1  # of a transfer's time: a lane that 
 
 Carried = Callable[[Action], int]
 Way = tuple[int, int]  # from one rank to another, or to or from its host
-_Point = tuple[int, float, int]  # bytes, seconds, and the number of transfers that took them
 
 
 class Flight(NamedTuple):
@@ -39,6 +38,11 @@ class Flight(NamedTuple):
     end_s: float
     is_seen: bool
     error_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it was on its way."""
+        return self.end_s - self.begin_s
 
 
 def flights(timeline: Timeline, carried: Carried) -> dict[Way, list[Flight]]:
@@ -95,14 +99,6 @@ def _flight(
     return Flight(num_bytes, begin, end, is_seen, error_s)
 
 
-class _Busy(NamedTuple):
-    """Seconds in which a link carried these bytes without a pause."""
-
-    num_bytes: int
-    seconds: float
-    error_s: float
-
-
 def fitted(ways: Iterable[Sequence[Flight]]) -> Link | None:
     """Return the link whose latency and bandwidth explain most transfers; None if none was seen that took long enough.
 
@@ -115,7 +111,7 @@ def fitted(ways: Iterable[Sequence[Flight]]) -> Link | None:
     points: dict[int, list[float]] = defaultdict(list)
     most: dict[int, list[float]] = defaultdict(list)
     for flights in ways:
-        by_size: dict[int, list[_Busy]] = defaultdict(list)
+        by_size: dict[int, list[Flight]] = defaultdict(list)
         for together in _together(flights):
             # Up to the first of which it is not known when it was complete: behind it there may be a pause.
             if seen := list(takewhile(lambda flight: flight.is_seen, together)):
@@ -127,24 +123,15 @@ def fitted(ways: Iterable[Sequence[Flight]]) -> Link | None:
         for num_bytes, some in by_size.items():
             if median(busy.seconds for busy in some) > max(busy.error_s for busy in some):
                 points[num_bytes] += [busy.seconds for busy in some]
-    return _within(_medians(points), _medians(most))
-
-
-def _medians(seconds: Mapping[int, Sequence[float]]) -> list[_Point]:
-    return [(num_bytes, median(some), len(some)) for num_bytes, some in sorted(seconds.items())]
-
-
-def _within(points: Sequence[_Point], most: Sequence[_Point]) -> Link | None:
-    """Return the link through most points, and through those of the others that it would take longer for, if there are any."""
     link = _line(points)
     if link is None:
         return None
-    known = {num_bytes for num_bytes, _, _ in points}
-    missed = [point for point in most if point[0] not in known and _seconds(link, point[0]) > point[1]]
-    return _line(sorted([*points, *missed])) if missed else link
+    missed = {size: some for size, some in most.items() if size not in points and seconds_of(link, size) > median(some)}
+    return _line(points | missed) if missed else link
 
 
-def _seconds(link: Link, num_bytes: int) -> float:
+def seconds_of(link: Link, num_bytes: int) -> float:
+    """Return the seconds of a transfer alone on a link."""
     return link.latency_s + num_bytes / link.bytes_per_s
 
 
@@ -160,26 +147,27 @@ def _together(flights: Iterable[Flight]) -> Iterator[list[Flight]]:
         yield together
 
 
-def _as_one(together: Sequence[Flight]) -> _Busy:
+def _as_one(together: Sequence[Flight]) -> Flight:
     """Return transfers as one, of all their bytes."""
-    seconds = max(flight.end_s for flight in together) - together[0].begin_s
-    return _Busy(sum(flight.num_bytes for flight in together), seconds, max(flight.error_s for flight in together))
+    num_bytes, end_s = sum(flight.num_bytes for flight in together), max(flight.end_s for flight in together)
+    return Flight(num_bytes, together[0].begin_s, end_s, True, max(flight.error_s for flight in together))
 
 
-def _line(points: Sequence[_Point]) -> Link | None:
-    """Return the link through most points of bytes, seconds and number of transfers: the median of slopes, then of what is left.
+def _line(seconds: Mapping[int, Sequence[float]]) -> Link | None:
+    """Return the link through most transfers, by their bytes: the median of slopes between medians, then of what is left.
 
     With one number of bytes, and where more bytes cost more than in proportion, it is a bandwidth alone; where more bytes do not
     cost more, a latency alone.
     """
-    if not points:
+    if not seconds:
         return None
+    points = [(num_bytes, median(some), len(some)) for num_bytes, some in sorted(seconds.items())]
     slopes = [((t - s) / (b - a), (b - a) * min(n, m)) for (a, s, n), (b, t, m) in combinations(points, 2)]
     per_byte = max(0.0, weighted_median(slopes)) if slopes else 0.0
-    latency = weighted_median([(seconds - per_byte * num_bytes, count) for num_bytes, seconds, count in points])
+    latency = weighted_median([(taken_s - per_byte * num_bytes, count) for num_bytes, taken_s, count in points])
     if latency < 0 or not slopes:
         latency = 0.0
-        per_byte = weighted_median([(seconds / num_bytes, num_bytes * count) for num_bytes, seconds, count in points if num_bytes])
+        per_byte = weighted_median([(taken_s / num_bytes, num_bytes * count) for num_bytes, taken_s, count in points if num_bytes])
     return Link(latency_s=latency, bytes_per_s=1 / per_byte if per_byte else inf)
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
+from bpipe.checks import check_count, check_positive
 from bpipe.errors import ConfigurationError, printable
-from bpipe.estimate.checks import check_count, check_positive
+from bpipe.estimate.columns import columns
 from bpipe.plan.amounts import show_bytes, show_seconds
-from bpipe.simulator.costs import Costs, Link
 
-__all__ = ["Measurement", "Profile", "costs_of"]
+__all__ = ["Measurement", "Profile"]
 
 ADAM_STATE_BYTES, MASTER_BYTES = 8, 4  # two moments; an fp32 copy of parameters in 16 bits
 
@@ -141,11 +140,9 @@ class Profile:
             seconds = (show_seconds(one.forward_s), show_seconds(one.backward_s) if one.backward_s else "-")
             num_bytes = one.own_bytes, one.movable_bytes, one.output_bytes
             rows.append([str(one.microbatch_size), *seconds, *map(show_bytes, num_bytes)])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
         weights, stay = show_bytes(self.parameter_bytes), show_bytes(self.static_bytes())
         head = f"{self.name} on {self.device}: {self.num_parameters:,} parameters, {weights}; with Adam {stay} stay"
-        return "\n".join([head, *lines])
+        return "\n".join([head, *columns(rows, numbers=range(len(rows[0])))])
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
@@ -200,60 +197,3 @@ class Profile:
             raise ConfigurationError(
                 f"this is not a profile that to_json() wrote: {shown} ({printable(str(error))[:200]})"
             ) from error
-
-
-def costs_of(
-    profiles: Sequence[Profile],
-    microbatch_size: int,
-    *,
-    link: Link | None = None,
-    cross_link: Link | None = None,
-    nodes: Sequence[int] | None = None,
-    bytes_per_parameter: float | None = None,
-) -> Costs:
-    """Compute the costs of a plan whose stages were measured, with whole backwards or with split ones.
-
-    Args:
-        profiles: one for each stage, in order.
-        microbatch_size: the size to take.
-        link: between ranks of one node; default: free.
-        cross_link: between ranks of different nodes; default: `link`.
-        nodes: the node of each rank; default: all on one.
-        bytes_per_parameter: see `Profile.static_bytes`.
-
-    Raises:
-        ConfigurationError: there is no profile, or the size was not measured, or only its forward was.
-
-    Example:
-        >>> from bpipe.schedules import build, simulate
-        >>> one = Measurement(microbatch_size=1, own_bytes=9, movable_bytes=8, shared_bytes=0, output_bytes=2,
-        ...     input_gradient_bytes=2, forward_s=1.0, backward_s=2.0)
-        >>> stage = Profile(name="Stage", device="cpu", num_parameters=0, num_trainable=0, parameter_bytes=0,
-        ...     trainable_bytes=0, gradient_bytes=0, buffer_bytes=0, measurements=(one,))
-        >>> simulate(build("1f1b", 4, 8), costs_of([stage] * 4, 1)).makespan_s
-        33.0
-    """
-    if not profiles:
-        raise ConfigurationError("no profiles: give one for each stage")
-    measured = [profile.at(microbatch_size) for profile in profiles]
-    for profile, one in zip(profiles, measured):
-        if not one.backward_s:
-            raise ConfigurationError(
-                f"only the forward of {profile.name} was measured: a step has backwards too, profile it without backward=False"
-            )
-    return Costs(
-        forward_s=tuple(one.forward_s for one in measured),
-        backward_s=tuple(one.backward_s for one in measured),
-        input_s=tuple(one.halves_s[0] for one in measured),
-        weight_s=tuple(one.halves_s[1] for one in measured),
-        saved_bytes=tuple(one.own_bytes for one in measured),
-        movable_bytes=tuple(one.movable_bytes for one in measured),
-        output_bytes=tuple(one.output_bytes for one in measured),
-        gradient_bytes=(*(one.input_gradient_bytes for one in measured[1:]), 0),
-        static_bytes=tuple(
-            profile.static_bytes(bytes_per_parameter) + one.shared_bytes for profile, one in zip(profiles, measured)
-        ),
-        link=link or Link(),
-        cross_link=cross_link,
-        nodes=nodes,
-    )

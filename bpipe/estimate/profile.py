@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
 import torch
 
+from bpipe.checks import counts_in
 from bpipe.cleanup import note
 from bpipe.device import name_of
-from bpipe.errors import ConfigurationError
-from bpipe.estimate.bench import Bench, Loss, check_measurable, device_of, seems_first
-from bpipe.estimate.checks import check_count
+from bpipe.estimate.bench import Bench, Loss
 from bpipe.estimate.measurement import Measurement, Profile
 from bpipe.memory.saved.storages import element_bytes
 from bpipe.model.preserve_state import preserved_state
@@ -66,20 +65,17 @@ def profile(
         >>> [one.own_bytes for one in measured.measurements]  # the input and the output, 8 floats each
         [64, 128]
     """
-    check_measurable(stage_module, example, repeats, "profile")
-    sizes = _check(microbatch_sizes)
-    args = example if isinstance(example, tuple) else (example,)
-    device = device_of(stage_module, args)
-    if is_first is None:
-        is_first = seems_first(args)
-    bench = Bench(stage_module, args, target, loss_fn, device, is_first, backward)
-    with preserved_state([stage_module], device), torch.enable_grad():
+    bench = Bench.of(
+        "profile", stage_module, example, repeats, loss_fn=loss_fn, target=target, is_first=is_first, has_backward=backward
+    )
+    sizes = counts_in("microbatch_sizes", microbatch_sizes, of_one="microbatch size", such_as=[1, 2, 4])
+    with preserved_state([stage_module], bench.device), torch.enable_grad():
         measurements = tuple(_measured(bench, size, repeats) for size in sizes)
         gradient_bytes = sum(element_bytes(parameter.grad) for parameter in stage_module.parameters() if parameter.grad is not None)
     parameters = list(stage_module.parameters())
     return Profile(
         name=type(stage_module).__name__,
-        device=name_of(device),
+        device=name_of(bench.device),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         parameter_bytes=sum(map(element_bytes, parameters)),
@@ -88,14 +84,6 @@ def profile(
         buffer_bytes=sum(map(element_bytes, stage_module.buffers())),
         measurements=measurements,
     )
-
-
-def _check(sizes: Any) -> list[int]:
-    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable) or not (listed := list(sizes)):
-        raise ConfigurationError(f"microbatch_sizes={sizes!r}: give a list of whole numbers, such as [1, 2, 4]")
-    for size in listed:
-        check_count("microbatch size", size)
-    return sorted(set(listed))
 
 
 def _measured(bench: Bench, size: int, repeats: int) -> Measurement:

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from bpipe.backward.autograd import edges_of, enter, run_backward
+from bpipe.checks import counts_in
 from bpipe.cleanup import note
 from bpipe.comm.wire.message import flatten_message, unflatten_message
 from bpipe.device import name_of
 from bpipe.engine.microbatch_state import MicrobatchStates
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.estimate.bench import Bench, Forward, Loss, check_measurable, device_of, is_differentiable, seems_first
-from bpipe.estimate.checks import check_count
+from bpipe.estimate.bench import Bench, Forward, Loss, is_differentiable
 from bpipe.estimate.slice_profile import SliceMeasurement, SliceProfile
 from bpipe.model.preserve_state import preserved_state
 from bpipe.model.specs import check_specs
 from bpipe.slices.positions import SliceCutting, UpTo
 from bpipe.slices.protocol import check_takes_slices
 from bpipe.slices.states import Sequences, past_of
+from bpipe.torch_private.pytrees import tree_map_only
 
 __all__ = ["profile_slices"]
 
-SHORTEST = 16  # of the lengths that are measured by default: this part of the sequence
+EXAMPLE = [256, 512, 1024]  # of lengths, or contexts
 
 
 def profile_slices(
@@ -76,25 +76,22 @@ def profile_slices(
         >>> measured.seconds(8, 8) > 0
         True
     """
-    check_measurable(stage_module, example, repeats, "profile_slices")
+    bench = Bench.of("profile_slices", stage_module, example, repeats, loss_fn=loss_fn, target=target, is_first=is_first)
     check_takes_slices(stage_module, "the stage")
-    for spec, name in ((args_slice_spec, "args"), (target_slice_spec, "target")):
+    specs = args_slice_spec, target_slice_spec
+    for spec, name in zip(specs, ("args", "target")):
         check_specs(spec, f"{name}_slice_spec", others=(UpTo,))
-    args = example if isinstance(example, tuple) else (example,)
-    device = device_of(stage_module, args)
-    if is_first is None:
-        is_first = seems_first(args)
-    bench = _SliceBench(Bench(stage_module, args, target, loss_fn, device, is_first, True), args_slice_spec, target_slice_spec)
-    cases = _cases(bench.num_positions(), lengths, contexts)
-    with preserved_state([stage_module], device), torch.enable_grad():
-        measurements = tuple(_measured(bench, length, context, repeats) for length, context in cases)
-    return SliceProfile(name=type(stage_module).__name__, device=name_of(device), measurements=measurements)
+    n = _num_positions(bench, args_slice_spec)
+    cases = _cases(n, lengths, contexts)
+    with preserved_state([stage_module], bench.device), torch.enable_grad():
+        measurements = tuple(_measured(bench, specs, n, length, context, repeats) for length, context in cases)
+    return SliceProfile(name=type(stage_module).__name__, device=name_of(bench.device), measurements=measurements)
 
 
 def _cases(n: int, lengths: Any, contexts: Any) -> list[tuple[int, int]]:
     """Return the lengths to measure, each with the contexts after which it fits into a sequence of n positions."""
-    of_length = _counts("lengths", lengths, 1) if lengths is not None else sorted({-(-n // 2**i) for i in range(5)})
-    given = None if contexts is None else _counts("contexts", contexts, 0)
+    of_length = counts_in("lengths", lengths, such_as=EXAMPLE) if lengths is not None else sorted({-(-n // 2**i) for i in range(5)})
+    given = None if contexts is None else counts_in("contexts", contexts, such_as=EXAMPLE, least=0)
     if of_length[-1] > n:
         raise ConfigurationError(f"lengths: a slice of {of_length[-1]} positions is longer than the example's sequence of {n}")
     cases = [
@@ -108,102 +105,80 @@ def _cases(n: int, lengths: Any, contexts: Any) -> list[tuple[int, int]]:
     return cases
 
 
-def _counts(name: str, given: Any, least: int) -> list[int]:
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable) or not (listed := list(given)):
-        raise ConfigurationError(f"{name}={given!r}: give a list of whole numbers, such as [256, 512, 1024]")
-    for one in listed:
-        check_count(name, one, least=least)
-    return sorted(set(listed))
+def _num_positions(bench: Bench, args_spec: Any) -> int:
+    """Return the length of the example's sequence."""
+    cutting = SliceCutting(lambda size: [size])
+    cutting.split(bench.args, args_spec, "args", 1)
+    if not cutting.lengths:
+        raise ConfigurationError("the example has no dimension of positions to cut: give a tensor [rows, positions, ...]")
+    return int(cutting.lengths[0])
 
 
-def _measured(bench: _SliceBench, length: int, context: int, repeats: int) -> SliceMeasurement:
+def _measured(bench: Bench, specs: tuple[Any, Any], n: int, length: int, context: int, repeats: int) -> SliceMeasurement:
+    before = [*[context % length] * bool(context % length), *[length] * (context // length)]  # the first may be shorter
+    rest = n - context - length
     try:
-        case = bench.prepared(length, context)
-        times = [bench.timed(case) for _ in range(repeats + 1)][1:]
+        slices = _Slices(bench, specs, [*before, length, *[rest] * bool(rest)], len(before))
+        times = [slices.timed() for _ in range(repeats + 1)][1:]
     except Exception as error:
-        name = type(bench.bench.module).__name__
+        name = type(bench.module).__name__
         note(error, f"while bpipe.profile_slices ran {name} on a slice of {length} positions after {context}")
         raise
     forward_s, backward_s = (median(column) for column in zip(*times))
     return SliceMeasurement(length=length, context=context, forward_s=forward_s, backward_s=backward_s)
 
 
-class _Case(NamedTuple):
-    """A slice whose earlier slices have run forward.
+class _Slices:
+    """The example in slices, run as `bpipe.engine.compute` runs them: those before the one to measure have run forward.
 
     Args:
-        sequences: what these have left.
-        microbatches: their states, and that of the slice.
-        number: of the slice.
-        args: its inputs.
-        target: of the loss; None if there is no loss.
+        bench: the stage, its example and target.
+        specs: how arguments and the target are cut.
+        lengths: of all slices.
+        number: of the one to measure.
     """
 
-    sequences: Sequences
-    microbatches: MicrobatchStates
-    number: int
-    args: tuple[Any, ...]
-    target: Any
-
-
-class _SliceBench:
-    """A stage on slices, run as `bpipe.engine.compute` runs it."""
-
-    def __init__(self, bench: Bench, args_spec: Any, target_spec: Any) -> None:
-        self.bench, self._args_spec, self._target_spec = bench, args_spec, target_spec
-
-    def num_positions(self) -> int:
-        """Return the length of the example's sequence."""
-        cutting = SliceCutting(lambda size: [size])
-        cutting.split(self.bench.args, self._args_spec, "args", 1)
-        if not cutting.lengths:
-            raise ConfigurationError("the example has no dimension of positions to cut: give a tensor [rows, positions, ...]")
-        return int(cutting.lengths[0])
-
-    def prepared(self, length: int, context: int) -> _Case:
-        """Cut the example, and run the slices before the measured one, the first of which may be shorter."""
-        pieces = [*[context % length] * bool(context % length), *[length] * (context // length)]
-        rest = self.num_positions() - context - length
-        lengths = [*pieces, length, *[rest] * bool(rest)]
+    def __init__(self, bench: Bench, specs: tuple[Any, Any], lengths: list[int], number: int) -> None:
         cutting = SliceCutting(lambda _: lengths)
-        args = cutting.split(self.bench.args, self._args_spec, "args", len(lengths))
-        if not self.bench.is_first:
+        args = cutting.split(bench.args, specs[0], "args", len(lengths))
+        if not bench.is_first:
             args = tree_map_only(torch.Tensor, torch.Tensor.contiguous, args)  # as they arrive from another stage
-        targets = cutting.split(self.bench.target, self._target_spec, "the target", len(lengths))
-        microbatches, number = MicrobatchStates(), len(pieces)
-        sequences = Sequences(microbatches, number + 2, self.bench.device, has_backward=True)
+        self._bench, self._number, self._args = bench, number, args
+        self._targets = cutting.split(bench.target, specs[1], "the target", len(lengths))
+        self._microbatches = MicrobatchStates()
+        self._sequences = Sequences(self._microbatches, number + 2, bench.device, has_backward=True)
         for earlier in range(number):
-            self._forward(_Case(sequences, microbatches, earlier, args[earlier], targets[earlier]))
-        return _Case(sequences, microbatches, number, args[number], targets[number])
+            self._forward(earlier)
 
-    def timed(self, case: _Case) -> tuple[float, float]:
-        """Return the seconds of a slice's forward and of its backward."""
-        start = self.bench.now()
-        ran = self._forward(case)
-        middle = self.bench.now()
-        state = case.microbatches[0, case.number]
+    def timed(self) -> tuple[float, float]:
+        """Return the seconds of the slice's forward and of its backward."""
+        now = self._bench.now
+        start = now()
+        ran = self._forward(self._number)
+        middle = now()
+        state = self._microbatches[0, self._number]
         assert state.left is not None, "later slices may ask for it"
         needed = [tensor for tensor, is_needed in zip(state.left.tensors, state.left.is_needed) if is_needed]
         state.left.add([torch.ones_like(tensor) for tensor in needed])  # as later slices do
-        begun = self.bench.now()
+        begun = now()
         run_backward(ran.edges, [*ran.gradients, *state.left.summed()])
-        case.sequences.hand_back(ran.box.gradients, state)
-        return middle - start, self.bench.now() - begun
+        self._sequences.hand_back(ran.box.gradients, state)
+        return middle - start, now() - begun
 
-    def _forward(self, case: _Case) -> Forward:
-        bench, state = self.bench, case.microbatches[0, case.number]
-        earlier = case.sequences.before(state)
-        tree, tensors = ("", []) if bench.is_first else flatten_message(case.args, "the example")
+    def _forward(self, number: int) -> Forward:
+        bench, args, state = self._bench, self._args[number], self._microbatches[0, number]
+        earlier = self._sequences.before(state)
+        tree, tensors = ("", []) if bench.is_first else flatten_message(args, "the example")
         past = [tensor for left in earlier for tensor in left.tensors]
         needed = [*map(is_differentiable, tensors), *(is_needed for left in earlier for is_needed in left.is_needed)]
         entered, box = enter([*(tensor.detach() for tensor in tensors), *past], needed)
         received, again = entered[: len(tensors)], entered[len(tensors) :]
-        args = case.args if bench.is_first else tuple(unflatten_message(tree, received))
+        args = args if bench.is_first else tuple(unflatten_message(tree, received))
         name = f"a slice of {type(bench.module).__name__}"
-        with case.sequences.forward(name, [], sets_hooks=True) as casts:
+        with self._sequences.forward(name, [], sets_hooks=True) as casts:
             result = bench.module(*args, past=past_of(earlier, again, _no_mesh))
-        output, left = case.sequences.take(result, state, casts)
-        loss = None if bench.loss_fn is None else bench.loss_fn(output, case.target)
+        output, left = self._sequences.take(result, state, casts)
+        loss = None if bench.loss_fn is None else bench.loss_fn(output, self._targets[number])
         ran = bench.handed_on(output, loss, box, {})
         ran.edges.extend(edges_of(left))
         return ran

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, combinations
 
+from bpipe.checks import check_count, check_positive
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.checks import check_count, check_positive
 from bpipe.plan.action import Op
 from bpipe.plan.plan import Plan
 from bpipe.simulator.costs import Costs

@@ -1,31 +1,20 @@
-"""A transformer cut into stages: the embedding on the first, the head on the last, and layers spread as evenly as possible."""
+"""A transformer by formulas: the embedding, its layers and the head, each with what it takes, and how layers make up stages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
+from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.activations import embedding_bytes, head_bytes, layer_bytes, message_bytes, working_bytes
-from bpipe.estimate.checks import check_count
+from bpipe.estimate.activations import embedding_bytes, head_bytes, layer_bytes, message_bytes
 from bpipe.estimate.execution import Execution
 from bpipe.estimate.flops import head_flops, layer_flops, recomputed_flops
+from bpipe.estimate.long_contexts import attention_share, halves
 from bpipe.estimate.transformer import Transformer
+from bpipe.partition.layers import LayerCost
 
-__all__ = ["Stage", "hiding_bytes_per_s", "split_layers", "stages_of"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """The costs of one stage: bytes and operations of one microbatch."""
-
-    num_layers: int  # its layers
-    num_parameters: int  # on all its tensor-parallel devices together
-    forward_flops: int  # operations of F on all of these
-    backward_flops: int  # operations of B, recomputation included
-    saved_bytes: int  # what each device keeps from F to B
-    working_bytes: int  # what each device makes again for one layer of B
-    message_bytes: int  # what each device sends to the next stage
+__all__ = ["hiding_bytes_per_s", "layer_costs", "split_layers"]
 
 
 def split_layers(num_layers: int, num_stages: int, layers: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -52,56 +41,55 @@ def split_layers(num_layers: int, num_stages: int, layers: Sequence[int] | None 
     return tuple(layers)
 
 
-def stages_of(
-    model: Transformer, execution: Execution, *, num_stages: int, microbatch_size: int, layers: Sequence[int] | None = None
-) -> tuple[Stage, ...]:
-    """Cut a model into stages.
+def layer_costs(
+    model: Transformer, execution: Execution, microbatch_size: int, *, flops_per_s: float, bytes_per_parameter: float
+) -> tuple[LayerCost, ...]:
+    """Return the embedding, the layers and the head of a model, each with what it takes on a device.
+
+    A tied head is a copy, with its own gradients and optimizer states.
 
     Args:
         model: its dimensions.
         execution: how it is run.
-        num_stages: p.
         microbatch_size: b, in sequences.
-        layers: layers of each stage; default: as even as possible.
+        flops_per_s: what the devices that share a layer reach together.
+        bytes_per_parameter: what stays for each.
 
     Raises:
         ConfigurationError: the sizes do not fit together.
     """
     check_count("microbatch_size", microbatch_size)
-    check_tensor_parallel(model, execution)
-    counts = split_layers(model.num_layers, num_stages, layers)
-    return tuple(_stage(model, execution, microbatch_size, counts, x) for x in range(num_stages))
+    _check_tensor_parallel(model, execution)
+    b, per_device = microbatch_size, bytes_per_parameter / execution.tensor_parallel
+
+    def cost(name: str, parameters: int, flops: int, saved_bytes: int, again: int = 0, attention: float = 0.0) -> LayerCost:
+        input_, weight = halves(attention)
+        input_flops = 2 * flops * input_ / (input_ + weight) + again  # what is recomputed comes before both halves
+        return LayerCost(
+            names=(name,),
+            forward_s=flops / flops_per_s,
+            backward_s=(2 * flops + again) / flops_per_s,
+            input_s=input_flops / flops_per_s,
+            saved_bytes=saved_bytes,
+            output_bytes=0 if name == "head" else message_bytes(model, execution, b),
+            static_bytes=round(parameters * per_device),
+        )
+
+    again, attention = recomputed_flops(model, execution, b), attention_share(model)
+    layer = cost("layer", model.layer_parameters, layer_flops(model, b), layer_bytes(model, execution, b), again, attention)
+    return (
+        cost("embedding", model.embedding_parameters, 0, embedding_bytes(model, execution, b)),
+        *(replace(layer, names=(f"layers.{index}",)) for index in range(model.num_layers)),
+        cost("head", model.norm_parameters + model.head_parameters, head_flops(model, b), head_bytes(model, execution, b)),
+    )
 
 
-def check_tensor_parallel(model: Transformer, execution: Execution) -> None:
+def _check_tensor_parallel(model: Transformer, execution: Execution) -> None:
     """Raise unless heads divide over the tensor-parallel devices, because copies of key and value heads are not modelled."""
     t = execution.tensor_parallel
     for count, what in ((model.num_heads, "heads"), (model.num_kv_heads or model.num_heads, "key and value heads")):
         if count % t:
             raise ConfigurationError(f"{count} {what} of {model.name} do not divide over tensor_parallel={t} devices")
-
-
-def _stage(model: Transformer, execution: Execution, b: int, counts: Sequence[int], x: int) -> Stage:
-    count, is_first, is_last = counts[x], x == 0, x == len(counts) - 1
-    forward = count * layer_flops(model, b) + is_last * head_flops(model, b)
-    return Stage(
-        num_layers=count,
-        num_parameters=_parameters(model, count, is_first=is_first, is_last=is_last),
-        forward_flops=forward,
-        backward_flops=2 * forward + count * recomputed_flops(model, execution, b),
-        saved_bytes=count * layer_bytes(model, execution, b)
-        + is_first * embedding_bytes(model, execution, b)
-        + is_last * head_bytes(model, execution, b),
-        working_bytes=min(count, 1) * working_bytes(model, execution, b),
-        message_bytes=message_bytes(model, execution, b),
-    )
-
-
-def _parameters(model: Transformer, count: int, *, is_first: bool, is_last: bool) -> int:
-    """Count a stage's parameters. A tied head away from the embedding is a copy, with its own gradients and optimizer states."""
-    shares_matrix = model.is_tied and is_first
-    head = model.norm_parameters + (0 if shares_matrix else model.head_parameters)
-    return count * model.layer_parameters + is_first * model.embedding_parameters + is_last * head
 
 
 def hiding_bytes_per_s(model: Transformer, execution: Execution, achieved_flops_per_s: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bpipe.estimate.checks import check_count, lookup
+from bpipe.checks import check_count, lookup
 from bpipe.estimate.execution import VALUE_BYTES
 
 __all__ = ["bytes_per_parameter"]

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.checks import check_count
 
 __all__ = ["Transformer"]
 

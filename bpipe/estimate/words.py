@@ -58,24 +58,25 @@ def dont(plain: Candidate, balanced: Candidate) -> str:
     return f"Don't balance: {_trade(plain, balanced)}."
 
 
-def pays_from(plain: Candidate, balanced: Candidate, share: Callable[[int], float] | None) -> str:
+def pays_from(plain: Candidate, balanced: Candidate, share: Callable[[int], float | None]) -> str:
     """Say how fast a stage has to be with the balanced candidate's microbatches for a step that is as short; "" if sizes are equal.
 
     The step is as many times as long as the stage is slower: messages and evictions do not count.
 
     Args:
-        share: of the peak that a stage reaches with a microbatch size; None if stages were measured.
+        share: of the peak that a stage reaches with a microbatch size; it is None if stages were measured.
     """
     size, times = balanced.microbatch_size, balanced.step_s / plain.step_s
     if size == plain.microbatch_size or balanced.num_stages != plain.num_stages:
         return ""
-    if share is None:
+    after, before = share(size), share(plain.microbatch_size)
+    if after is None or before is None:
         needed, now = balanced.sequence_s * size / times, balanced.sequence_s * size
         return f"It pays if the slowest stage takes at most {needed:.3g} s for a microbatch of {size}; it takes {now:.3g} s."
-    needed = share(size) * times
+    needed = after * times
     if needed > 1:
         return f"It pays for no efficiency: microbatch {size} would have to reach {needed:.0%} of the peak."
-    compared = f"microbatch {plain.microbatch_size} reaches {share(plain.microbatch_size):.0%}"
+    compared = f"microbatch {plain.microbatch_size} reaches {before:.0%}"
     return f"It pays if microbatch {size} reaches at least {needed:.0%} of the peak, where {compared}."
 
 

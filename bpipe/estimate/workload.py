@@ -1,34 +1,44 @@
-"""The costs of a step, from formulas or from measurements: all that advice asks of a model."""
+"""What a model takes, layer by layer, from formulas or from measurements: all that advice and choices ask of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import fsum
+from typing import Any, ClassVar, NamedTuple
 
 from bpipe.errors import ConfigurationError
-from bpipe.estimate import huang
+from bpipe.estimate.activations import working_bytes
 from bpipe.estimate.devices import Device
-from bpipe.estimate.even_slices import even_shares
 from bpipe.estimate.execution import Execution
 from bpipe.estimate.long_contexts import attention_share
-from bpipe.estimate.measurement import Profile, costs_of
-from bpipe.estimate.stages import stages_of
+from bpipe.estimate.measurement import Profile
+from bpipe.estimate.stages import layer_costs, split_layers
 from bpipe.estimate.transformer import Transformer
+from bpipe.partition.cut_search import Ends, pieces
+from bpipe.partition.layers import Chain, LayerCost, halves_s
 from bpipe.plan.destinations import mirror_pairs
 from bpipe.simulator.costs import Costs, Link
 
-__all__: list[str] = []
+__all__ = ["costs_of"]
 
 DEFAULT_EFFICIENCY = 0.45  # 140 of an A100's 312 TFLOP/s; Narayanan et al. (arXiv 2104.04473, table 1) reach 44% to 52%
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """The links between ranks, and the node of each rank."""
+    """The links between ranks, the node of each rank, and the link between a rank and its host's memory."""
 
     link: Link
     cross_link: Link | None = None
     nodes: tuple[int, ...] | None = None
+    host_link: Link | None = None
+
+    def between(self, costs: Costs) -> Costs:
+        """Return the costs of stages whose ranks these links join."""
+        return replace(costs, link=self.link, cross_link=self.cross_link, host_link=self.host_link, nodes=self.nodes)
 
     @property
     def bytes_per_s(self) -> float:
@@ -48,17 +58,53 @@ class Links:
         return self.cross_link if is_across else None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """The costs of one microbatch."""
+class Load(NamedTuple):
+    """A microbatch, as a step may run it."""
 
-    costs: Costs  # for the simulation
-    working_bytes: int  # memory that the costs leave out: what a stage makes again in its backward
-    stage_mfu: float | None  # the share of the peak that the slowest stage reaches alone (Huang et al.'s E2); None if unknown
+    microbatch_size: int  # sequences, or rows; 0 if microbatches are cut already
+    recomputation: str = ""  # inside each layer, such as "selective"; empty if layers run as they were measured
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelWorkload:
+class Workload:
+    """A model whose layers' costs are known."""
+
+    @property
+    def attention(self) -> float | None:
+        """The part of a layer's forward that fused attention takes; None if it is not fused, or not known."""
+        return None
+
+    def layers(self, load: Load) -> Sequence[LayerCost]:
+        """Return what each layer takes of a microbatch."""
+        raise NotImplementedError
+
+    def working_bytes(self, load: Load) -> int:
+        """Return memory that no costs count: what a stage makes again in its backward."""
+        return 0
+
+    @cached_property
+    def _chains(self) -> dict[Load, Chain]:
+        return {}
+
+    def chain(self, load: Load) -> Chain:
+        """Return the layers, to be cut."""
+        if load not in self._chains:
+            self._chains[load] = Chain(self.layers(load))
+        return self._chains[load]
+
+    def costs(self, load: Load, ends: Ends) -> Costs:
+        """Return the costs of stages; links are free."""
+        return self.chain(load).costs(pieces(ends))
+
+    def exact_costs(self, load: Load, ends: Ends) -> Costs:
+        """Return the costs of stages, of which equal ones take exactly as long."""
+        seconds = [(one.forward_s, one.backward_s, *halves_s(one)) for one in self.chain(load).layers]
+        of_stages = (map(fsum, zip(*seconds[start:end])) for start, end in pieces(ends))
+        series: dict[str, Any] = dict(zip(("forward_s", "backward_s", "input_s", "weight_s"), zip(*of_stages)))
+        return replace(self.costs(load, ends), **series)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWorkload(Workload):
     """A transformer, computed by formulas."""
 
     model: Transformer  # its dimensions
@@ -68,8 +114,7 @@ class ModelWorkload:
     # the share of the device's peak that a stage reaches, by microbatch size or for all; None if unknown
     efficiency: float | Mapping[int, float] | None
     bytes_per_parameter: float  # what stays for each parameter
-    links: Links  # between ranks
-    layers: tuple[int, ...] | None = None  # layers of each stage; None for as even as possible
+    layers_by_stage: tuple[int, ...] | None = None  # layers of each stage; None for as even as possible
 
     @property
     def name(self) -> str:
@@ -82,7 +127,6 @@ class ModelWorkload:
 
     @property
     def attention(self) -> float | None:
-        """The part of a layer's forward that fused attention takes; None if it is not fused."""
         return attention_share(self.model) if self.execution.attention == "flash" else None
 
     @property
@@ -117,30 +161,32 @@ class ModelWorkload:
             "A backward takes twice its forward, and what it recomputes.",
         )
 
-    def load(self, num_stages: int, microbatch_size: int, recomputation: str) -> Load:
-        """Return what a microbatch costs."""
-        execution, t = replace(self.execution, recomputation=recomputation), self.execution.tensor_parallel
-        stages = stages_of(self.model, execution, num_stages=num_stages, microbatch_size=microbatch_size, layers=self.layers)
-        flops_per_s = t * self.device.flops_per_s * self.share(microbatch_size)
-        costs = Costs(
-            forward_s=tuple(stage.forward_flops / flops_per_s for stage in stages),
-            backward_s=tuple(stage.backward_flops / flops_per_s for stage in stages),
-            saved_bytes=tuple(stage.saved_bytes for stage in stages),
-            output_bytes=tuple(stage.message_bytes for stage in stages),
-            static_bytes=tuple(round(stage.num_parameters * self.bytes_per_parameter / t) for stage in stages),
-            link=self.links.link,
-            cross_link=self.links.cross_link,
-            nodes=self.links.nodes,
-        )
-        slowest = max(stages, key=lambda stage: stage.forward_flops + stage.backward_flops)
-        stage_s = (slowest.forward_flops + slowest.backward_flops) / flops_per_s
-        sequence_flops = 3 * slowest.forward_flops / microbatch_size
-        mfu = huang.stage_mfu(microbatch_size, sequence_flops, stage_s, t * self.device.flops_per_s)
-        return Load(costs=costs, working_bytes=max(stage.working_bytes for stage in stages), stage_mfu=mfu)
+    def flops_per_s(self, microbatch_size: int) -> float:
+        """Return the operations per second that the devices of a stage reach together."""
+        return self.execution.tensor_parallel * self.device.flops_per_s * self.share(microbatch_size)
 
-    def slice_shares(self, slices: int) -> list[float]:
-        """Return the share of the sequence in each slice of a microbatch."""
-        return even_shares(attention_share(self.model), slices)
+    def layers(self, load: Load) -> Sequence[LayerCost]:
+        flops_per_s = self.flops_per_s(load.microbatch_size)
+        rates = {"flops_per_s": flops_per_s, "bytes_per_parameter": self.bytes_per_parameter}
+        return layer_costs(self.model, self._execution(load), load.microbatch_size, **rates)
+
+    def ends(self, num_stages: int) -> Ends:
+        """Return where the stages end that advice is about."""
+        *inner, last = accumulate(split_layers(self.model.num_layers, num_stages, self.layers_by_stage))
+        return (0, *(end + 1 for end in inner), last + 2)  # the embedding is before the layers, and the head behind them
+
+    def working_bytes(self, load: Load) -> int:
+        return working_bytes(self.model, self._execution(load), load.microbatch_size)
+
+    def costs(self, load: Load, ends: Ends) -> Costs:
+        costs = super().costs(load, ends)
+        if len(ends) > 2 or not self.model.is_tied:
+            return costs
+        head_bytes = self.model.head_parameters * self.bytes_per_parameter / self.execution.tensor_parallel
+        return replace(costs, static_bytes=costs.static(0) - round(head_bytes))  # beside the embedding it is no copy
+
+    def _execution(self, load: Load) -> Execution:
+        return replace(self.execution, recomputation=load.recomputation or "none")
 
     def _efficiency_text(self) -> str:
         if isinstance(self.efficiency, Mapping):
@@ -148,34 +194,23 @@ class ModelWorkload:
         return f"{100 * self.share(1):.3g}% for any microbatch size" + " (an assumption)," * (self.efficiency is None)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredWorkload:
-    """Stages that were measured: one profile for each, or one for all."""
+@dataclass(frozen=True, kw_only=True)
+class MeasuredWorkload(Workload):
+    """Stages that were measured, as layers that may be joined, but not cut: one profile for each, or one for all."""
 
     profiles: tuple[Profile, ...]
+    num_stages: int
     bytes_per_parameter: float | None
-    links: Links
+    recomputations: ClassVar[Sequence[str]] = ("as measured",)
+    caveat: ClassVar[str] = ""
 
     @property
     def name(self) -> str:
         return " ".join(dict.fromkeys(profile.name for profile in self.profiles))
 
     @property
-    def recomputations(self) -> Sequence[str]:
-        return ("as measured",)
-
-    @property
-    def microbatch_sizes(self) -> Sequence[int] | None:
+    def microbatch_sizes(self) -> Sequence[int]:
         return sorted(set.intersection(*(set(profile.microbatch_sizes) for profile in self.profiles)))
-
-    @property
-    def attention(self) -> float | None:
-        """None: a profile does not say how much of it is attention."""
-        return None
-
-    @property
-    def caveat(self) -> str:
-        return ""
 
     @property
     def assumptions(self) -> Sequence[str]:
@@ -188,24 +223,81 @@ class MeasuredWorkload:
         alike = "Every stage is like the one that was measured." if len(self.profiles) == 1 else ""
         return tuple(text for text in (alone, alike, f"On each stage stay {stays}.") if text)
 
-    def load(self, num_stages: int, microbatch_size: int, recomputation: str) -> Load:
-        if len(self.profiles) not in (1, num_stages):
-            raise ConfigurationError(f"{len(self.profiles)} profiles for {num_stages} stages: give one for each, or one for all")
-        profiles = self.profiles * (num_stages // len(self.profiles))
-        links = self.links
-        costs = costs_of(
-            profiles,
-            microbatch_size,
-            link=links.link,
-            cross_link=links.cross_link,
-            nodes=links.nodes,
-            bytes_per_parameter=self.bytes_per_parameter,
+    def share(self, microbatch_size: int) -> None:
+        """Return None: nobody knows how fast the device could be."""
+
+    @property
+    def _stages(self) -> Sequence[Profile]:
+        return self.profiles * (self.num_stages if len(self.profiles) == 1 else 1)
+
+    def layers(self, load: Load) -> Sequence[LayerCost]:
+        return [_joinable(profile, place, load, self.bytes_per_parameter) for place, profile in enumerate(self._stages)]
+
+    def ends(self, num_stages: int) -> Ends:
+        return tuple(range(num_stages + 1))
+
+    def costs(self, load: Load, ends: Ends) -> Costs:
+        measured, stages = [profile.at(load.microbatch_size) for profile in self._stages], pieces(ends)
+        return replace(
+            super().costs(load, ends),
+            movable_bytes=[sum(one.movable_bytes for one in measured[start:end]) for start, end in stages],
+            gradient_bytes=[*(measured[end].input_gradient_bytes for _, end in stages[:-1]), 0],
         )
-        return Load(costs=costs, working_bytes=0, stage_mfu=None)
-
-    def slice_shares(self, slices: int) -> list[float]:
-        """Return the share of the sequence in each slice; a profile does not say how much of it is attention."""
-        return [1 / slices] * slices
 
 
-Workload = ModelWorkload | MeasuredWorkload  # all that advice asks of a model
+def _joinable(profile: Profile, place: int, load: Load, bytes_per_parameter: float | None) -> LayerCost:
+    measured = profile.at(load.microbatch_size)
+    if not measured.backward_s:
+        raise ConfigurationError(
+            f"only the forward of {profile.name} was measured: a step has backwards too, profile it without backward=False"
+        )
+    input_s, weight_s = measured.halves_s
+    return LayerCost(
+        names=(f"{profile.name}.{place}",),
+        forward_s=measured.forward_s,
+        backward_s=measured.backward_s,
+        input_s=input_s,
+        weight_s=weight_s,
+        saved_bytes=measured.own_bytes,
+        output_bytes=measured.output_bytes,
+        static_bytes=profile.static_bytes(bytes_per_parameter) + measured.shared_bytes,
+    )
+
+
+def costs_of(
+    profiles: Sequence[Profile],
+    microbatch_size: int,
+    *,
+    link: Link | None = None,
+    cross_link: Link | None = None,
+    nodes: Sequence[int] | None = None,
+    bytes_per_parameter: float | None = None,
+) -> Costs:
+    """Compute the costs of a plan whose stages were measured, with whole backwards or with split ones.
+
+    Args:
+        profiles: one for each stage, in order.
+        microbatch_size: the size to take.
+        link: between ranks of one node; default: free.
+        cross_link: between ranks of different nodes; default: `link`.
+        nodes: the node of each rank; default: all on one.
+        bytes_per_parameter: see `Profile.static_bytes`.
+
+    Raises:
+        ConfigurationError: there is no profile, or the size was not measured, or only its forward was.
+
+    Example:
+        >>> from bpipe.estimate import Measurement
+        >>> from bpipe.schedules import build, simulate
+        >>> one = Measurement(microbatch_size=1, own_bytes=9, movable_bytes=8, shared_bytes=0, output_bytes=2,
+        ...     input_gradient_bytes=2, forward_s=1.0, backward_s=2.0)
+        >>> stage = Profile(name="Stage", device="cpu", num_parameters=0, num_trainable=0, parameter_bytes=0,
+        ...     trainable_bytes=0, gradient_bytes=0, buffer_bytes=0, measurements=(one,))
+        >>> simulate(build("1f1b", 4, 8), costs_of([stage] * 4, 1)).makespan_s
+        33.0
+    """
+    if not profiles:
+        raise ConfigurationError("no profiles: give one for each stage")
+    measured = MeasuredWorkload(profiles=tuple(profiles), num_stages=len(profiles), bytes_per_parameter=bytes_per_parameter)
+    links = Links(link=link or Link(), cross_link=cross_link, nodes=None if nodes is None else tuple(nodes))
+    return links.between(measured.exact_costs(Load(microbatch_size), measured.ends(len(profiles))))

@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from bpipe.fill.live_storages import LiveStorages
+from bpipe.torch_private.modes import DispatchMode
+from bpipe.torch_private.owners_and_versions import address_of
+from bpipe.torch_private.pytrees import tree_leaves
 
 __all__: list[str] = []
 
 
-class Counted(TorchDispatchMode):
+class Counted(DispatchMode):
     """A mode that counts the storages on a device that operations make, for as long as they live.
 
     Args:
@@ -34,13 +35,17 @@ class Counted(TorchDispatchMode):
         """Return the bytes of those that live now."""
         return self._made.num_bytes()
 
+    def has_counted(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor's storage is one of them."""
+        return self._made.has(tensor.untyped_storage())
+
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = {one.untyped_storage()._cdata for one in _tensors((args, kwargs))}
+        given = {address_of(one.untyped_storage()) for one in _tensors((args, kwargs))}
         storages = [one.untyped_storage() for one in _tensors(made) if one.device == self._device]
-        self._made.note(storage for storage in storages if storage._cdata not in given)
+        self._made.note(storage for storage in storages if address_of(storage) not in given)
         if self._made.most_bytes > self.peak_bytes:  # else it cannot be a new peak, whatever is gone
             self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return made

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from bpipe.device import fork_random_states
 from bpipe.errors import ConfigurationError
 from bpipe.fill.counted import Counted
 from bpipe.fill.iterated import Pieces
 from bpipe.fill.job import Job, OnError
+from bpipe.fill.own_state import OwnState
+from bpipe.torch_private.owners_and_versions import address_of
+from bpipe.torch_private.pytrees import tree_leaves
 
 __all__ = ["Inference"]
 
@@ -67,14 +68,15 @@ class Inference(Pieces):
         self._layers = list(layers)
         tensors = [one for layer in self._layers for one in chain(layer.parameters(), layer.buffers())]
         device = tensors[0].device if tensors else torch.device("cpu")
-        with fork_random_states([device]):  # a DataLoader draws numbers when it begins, and layers may: training's stay the same
+        with OwnState(device).active():  # a DataLoader draws numbers when it begins, and layers may: training's stay the same
             others = iter(batches)
-            first = next(others, None)
+            with (made := Counted(device)):
+                first = next(others, None)
             if first is None or not self._layers:
                 raise ConfigurationError("inference takes at least one layer and one batch")
-            between, during, seconds = self._measured(first, device)
+            between, during, seconds = _measured(self._layers, first, device, _bytes_of_batch(first, made, device))
         super().__init__(
-            lambda: self._run(chain([first], others), on_output),
+            lambda: _run(self._layers, chain([first], others), on_output),
             num_bytes=during - between,
             name=name,
             on_error=on_error,
@@ -87,39 +89,48 @@ class Inference(Pieces):
             self._known.learn(index, took)
         self._next = 0
 
-    def _measured(self, batch: Any, device: torch.device) -> tuple[int, int, list[float]]:
-        """Return the bytes of a batch between layers at most, those during a layer at most, and the seconds of each layer."""
-        counted, seconds = Counted(device), list[float]()
-        between = during = 0
-        pieces = self._run([batch], lambda output: None)
-        for _ in self._layers:
-            began = time.perf_counter()
-            with counted:
-                counted.begin()
-                next(pieces)
-            seconds.append(time.perf_counter() - began)
-            between, during = max(between, counted.live_bytes()), max(during, counted.peak_bytes)
-        own = _bytes_of(tree_leaves(batch), device)  # later ones are made in a piece
-        return between + own, during + own, seconds
 
-    def _run(self, batches: Iterable[Any], on_output: Callable[[Any], object]) -> Iterator[Hashable]:
-        """Yield behind each layer's call the index of the next one."""
-        for batch in batches:
-            given = batch if isinstance(batch, tuple) else (batch,)
-            del batch
-            for index, layer in enumerate(self._layers, start=1):
-                with torch.no_grad():
-                    made = layer(*given)
-                given = made if isinstance(made, tuple) else (made,)
-                if index < len(self._layers):
-                    del made
-                    yield index
-            on_output(made)
-            del made, given
-            yield 0
+def _measured(layers: Sequence[nn.Module], batch: Any, device: torch.device, own: int) -> tuple[int, int, list[float]]:
+    """Return the bytes of a batch between layers at most, those during a layer at most, and the seconds of each layer."""
+    counted, seconds = Counted(device), list[float]()
+    between = during = 0
+    pieces = _run(layers, [batch], lambda output: None)
+    for _ in layers:
+        began = time.perf_counter()
+        with counted:
+            counted.begin()
+            next(pieces)
+        seconds.append(time.perf_counter() - began)
+        between, during = max(between, counted.live_bytes()), max(during, counted.peak_bytes)
+    return between + own, during + own, seconds  # later batches are made in a piece
 
 
-def _bytes_of(tensors: Iterable[Any], device: torch.device) -> int:
+def _run(layers: Sequence[nn.Module], batches: Iterable[Any], on_output: Callable[[Any], object]) -> Iterator[Hashable]:
+    """Yield behind each layer's call the index of the next one."""
+    for batch in batches:
+        given = batch if isinstance(batch, tuple) else (batch,)
+        del batch
+        for index, layer in enumerate(layers, start=1):
+            with torch.no_grad():
+                made = layer(*given)
+            given = made if isinstance(made, tuple) else (made,)
+            if index < len(layers):
+                del made
+                yield index
+        on_output(made)
+        del made, given
+        yield 0
+
+
+def _bytes_of_batch(batch: Any, made: Counted, device: torch.device) -> int:
+    """Return the bytes that were made for a batch, and of tensors that were there before, such as a data set, those of its part."""
+    tensors = [one for one in tree_leaves(batch) if isinstance(one, torch.Tensor) and one.layout is torch.strided]
+    new = [one for one in tensors if made.has_counted(one)]
+    there = [one for one in tensors if one.device == device and not made.has_counted(one)]
+    return _bytes_of(new, device) + sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in there)
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
     """Return the bytes of the storages of tensors on a device, each counted once."""
-    storages = [one.untyped_storage() for one in tensors if isinstance(one, torch.Tensor) and one.device == device]
-    return sum({one._cdata: one.nbytes() for one in storages}.values())
+    storages = [one.untyped_storage() for one in tensors if one.device == device]
+    return sum({address_of(one): one.nbytes() for one in storages}.values())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
 from typing import Any
 
+from bpipe.fill.fence import Fence, fence_here
 from bpipe.fill.job import Job, OnError
 from bpipe.fill.piece_seconds import KnownSeconds
 
@@ -46,6 +48,9 @@ class Pieces(Job):
         ([False, False, False, False, True], True)
     """
 
+    _pieces: Iterator[Any] | None = None
+    _fence: Fence | None = None  # in whose thread the iterator was made
+
     def __init__(
         self,
         make: Callable[[], Iterable[Hashable]],
@@ -64,7 +69,6 @@ class Pieces(Job):
         self.name = name or getattr(make, "__name__", "")
         self.on_error, self.budget, self.grace_s = on_error, budget, grace_s
         self.held_bytes, self.static_bytes = held_bytes, static_bytes
-        self._pieces: Iterator[Any] | None = None
         self._next: Hashable = None  # the key of the piece that runs next
         self._known = KnownSeconds()
         self.is_over, self.num_pieces = False, 0
@@ -75,7 +79,9 @@ class Pieces(Job):
             return None
         began, key = time.perf_counter(), self._next
         if self._pieces is None:
-            self._pieces = iter(self._make())
+            self._pieces, self._fence = iter(self._make()), fence_here()
+            if self._fence is not None and isinstance(self._pieces, Generator):
+                self._fence.generators.add(self._pieces)
         try:
             self._next = next(self._pieces)
         except StopIteration:
@@ -84,3 +90,12 @@ class Pieces(Job):
         took = time.perf_counter() - began
         self._known.learn(key, took)
         return took
+
+    def __del__(self) -> None:
+        """Leave the contexts in which a generator has yielded where it entered them: they may belong to its thread.
+
+        The garbage collector calls this in any thread. Beside training, it must not swap the state of the process.
+        """
+        fence, pieces = self._fence, self._pieces
+        if fence is not None and isinstance(pieces, Generator) and fence.is_of_this_thread and not sys.is_finalizing():
+            fence.run(pieces.close)

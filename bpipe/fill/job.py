@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
+from bpipe.checks import check_choice, check_seconds, is_count
 from bpipe.errors import ConfigurationError, printable
 from bpipe.plan.amounts import show_bytes
 
@@ -61,9 +62,10 @@ class Job:
     def step(self, seconds: float, num_bytes: int) -> float | None:
         """Do a piece of work that fits, or nothing. Called again and again while the rank waits.
 
-        The thread is the one that called `schedule.step`. torch's random numbers are the job's own; autocast and inference mode are
-        those of when the schedule got the job. On CUDA the current stream is one of low priority, and the piece has to wait for its
-        end before it returns.
+        The thread is the job's own, in which all of its code runs while the one that called `schedule.step` waits. What a piece
+        changes of the state of its thread or of the process, such as autocast, the default dtype or random numbers, holds in later
+        pieces and not outside of the job; it begins as it is when a schedule gets the job for the first time. On CUDA the current
+        stream is one of low priority, and the piece has to wait for its end before it returns.
 
         Args:
             seconds: until this rank expects to go on.
@@ -106,18 +108,12 @@ class Settings(NamedTuple):
         if not callable(getattr(job, "step", None)):
             raise ConfigurationError(f"fill={job!r:.80}: give an object with step(seconds, num_bytes), such as a bpipe.fill.Job")
         name, on_error, budget, held, static, grace = (getattr(job, key, getattr(Job, key)) for key in cls._fields)
-        if on_error not in ("fail", "stop"):
-            raise ConfigurationError(f"the fill job's on_error={on_error!r}: choose 'fail' or 'stop'")
-        if budget is not None and not _is_count(budget, 1):
+        check_choice("the fill job's on_error", on_error, ("fail", "stop"))
+        if budget is not None and not is_count(budget):
             raise ConfigurationError(f"the fill job's budget={budget!r}: give a whole number of bytes, at least 1, or None")
-        if held is not None and not _is_count(held, 0):
+        if held is not None and not is_count(held, 0):
             raise ConfigurationError(f"the fill job's held_bytes={held!r}: give a whole number of bytes, or None")
-        if not _is_count(static, 0):
+        if not is_count(static, 0):
             raise ConfigurationError(f"the fill job's static_bytes={static!r}: give a whole number of bytes")
-        if isinstance(grace, bool) or not isinstance(grace, int | float) or not grace > 0:
-            raise ConfigurationError(f"the fill job's grace_s={grace!r}: give a positive number of seconds")
+        check_seconds("the fill job's grace_s", grace)
         return cls(printable(str(name or type(job).__name__))[:MOST_NAME], on_error, budget, held, static, float(grace))
-
-
-def _is_count(number: object, least: int) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= least

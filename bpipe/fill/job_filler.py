@@ -89,9 +89,9 @@ class JobFiller(Filler):
     def job(self) -> Any:
         return None if self._running is None else self._running.job
 
-    def take(self, job: Any, settings: Settings) -> None:
+    def take(self, running: RunningJob) -> None:
         """Run a job from now on."""
-        self._running = RunningJob(job, settings, self._context)
+        self._running = running
         self._most_free, self._num_starved = None, 0
 
     def drop(self) -> None:
@@ -242,13 +242,13 @@ def give_job(job: Any, session: Session) -> None:
 
     Raises:
         ConfigurationError: the job is not valid, or the rank never waits because all ranks share a thread.
+        FillError: no thread can start for it.
     """
     context = session.context
     if isinstance(context.group, LoopbackGroup):
         raise ConfigurationError("the ranks of a Loopback share a thread and never wait: a fill job takes a process for each rank")
-    settings = Settings.of(job)
-    if (begin := getattr(job, "begin", None)) is not None:
-        begin({index: stage.submod for index, stage in context.stages.items()})
+    running = RunningJob(job, Settings.of(job), context)
+    running.begin()
     filler = session.filler
     if not isinstance(filler, JobFiller):
 
@@ -257,4 +257,4 @@ def give_job(job: Any, session: Session) -> None:
                 session.observer.filled(begin_ns, end_ns)
 
         session.filler = filler = JobFiller(context, lambda: session.source.budget(context.plan_rank), tell)
-    filler.take(job, settings)
+    filler.take(running)

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bpipe.torch_private.owners_and_versions import address_of
+
 __all__: list[str] = []
 
 
@@ -21,11 +23,15 @@ class LiveStorages:
         self._noted: dict[int, tuple[StorageWeakRef, int]] = {}
         self.most_bytes = 0
 
+    def has(self, storage: Any) -> bool:
+        """Return whether a storage, which lives, was noted."""
+        known = self._noted.get(address_of(storage))
+        return known is not None and not known[0].expired()
+
     def note(self, storages: Iterable[Any]) -> None:
         for storage in storages:
-            known = self._noted.get(storage._cdata)
-            if known is None or known[0].expired():
-                self._noted[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            if not self.has(storage):
+                self._noted[address_of(storage)] = StorageWeakRef(storage), storage.nbytes()
                 self.most_bytes += storage.nbytes()
 
     def num_bytes(self) -> int:

@@ -1,110 +1,114 @@
-"""The state of torch that a fill job has to itself, and what a piece may not leave behind."""
+"""What a fill job has to itself of the state of the process: random numbers, torch's settings, and Python's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+import gc
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from bpipe.device import current_index, random_state, set_random_state
-from bpipe.device.autocast import Autocast
+from bpipe.device import random_state, set_random_state
+from bpipe.recomputation.generators import PYTHON, GlobalNumPy, are_equal
+from bpipe.torch_private.process_settings import Setting, settings
 
 __all__: list[str] = []
 
-Numbers = tuple[torch.Tensor, torch.Tensor | None, bool]  # random numbers of the CPU and of the device, and the grad mode
+_UNREADABLE = object()  # torch refuses to read some settings while others contradict them
 
 
 class OwnState:
-    """The job's own random numbers and modes, so that a rank's microbatches have the same ones with and without it.
+    """The job's own state of the process, so that training has the same one with and without the job.
 
-    Random numbers and the grad mode go on from piece to piece: a generator may yield within `torch.no_grad()`, which holds for its
-    later pieces and for nobody else. Autocast and inference mode are in each piece those of when the job was set, whatever is
-    around `schedule.step`.
+    What a job changes holds in its later pieces, and for nobody else: a generator may yield within `sdpa_kernel`, say. Its random
+    numbers begin as those of training are when the job is set, and go their own way. What it has not changed, it shares.
 
     Args:
         device: the rank's.
 
     Attributes:
-        left: what the latest piece has left behind that only the job's own code can undo.
+        left: what the latest piece has left behind that cannot be set back.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._own, self._autocast = self._numbers(), Autocast.now([device])
-        self._is_inference = torch.is_inference_mode_enabled()
+        self._random, self._settings = list(_random_numbers(device)), [*_of_python(), *settings()]
+        self._own_random = [one.get() for one in self._random]
+        self._own: dict[int, Any] = {}  # by the number of the setting
         self.left: list[str] = []
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let the job's code run with its own state."""
-        outside, self.left = Autocast.now([self._device]), []
-        self._autocast.apply()
-        torch.set_autocast_cache_enabled(False)  # what is cached stays until the end of the user's autocast
+        """Let the job's code run with its own state. Called in the thread that trains."""
+        outside, random = self._now(), [one.get() for one in self._random]
         try:
-            with torch.inference_mode(self._is_inference) if self._is_inference_changed() else nullcontext(), self._numbered():
-                before = Left.now(self._device)
-                yield
-                self.left = before.changed(Left.now(self._device))
-        finally:
-            outside.apply()
-
-    def _is_inference_changed(self) -> bool:
-        return torch.is_inference_mode_enabled() is not self._is_inference
-
-    @contextmanager
-    def _numbered(self) -> Iterator[None]:
-        outside = self._numbers()
-        self._set(self._own)
-        try:
+            self._draw_from(random, self._own_random)
+            self._apply(self._own)
             yield
         finally:
-            self._own = self._numbers()
-            self._set(outside)
+            inside = self._now()
+            is_same = are_equal(inside, outside)  # as it is nearly always
+            self._own = {} if is_same else {i: one for i, one in enumerate(inside) if not are_equal(one, outside[i])}
+            self.left = self._apply({i: outside[i] for i in self._own})
+            self._own_random = [one.get() for one in self._random]
+            self._draw_from(self._own_random, random)
 
-    def _numbers(self) -> Numbers:
-        return torch.get_rng_state(), random_state(self._device), torch.is_grad_enabled()
+    def _now(self) -> list[Any]:
+        try:
+            return [one.get() for one in self._settings]
+        except Exception:
+            return list(map(_read, self._settings))
 
-    def _set(self, numbers: Numbers) -> None:
-        torch.set_rng_state(numbers[0])
-        set_random_state(numbers[1], self._device)
-        torch.set_grad_enabled(numbers[2])
+    def _draw_from(self, now: Iterable[Any], states: Iterable[Any]) -> None:
+        for one, state, other in zip(self._random, states, now):
+            if not are_equal(state, other):
+                one.set(state)
 
-
-class Left(NamedTuple):
-    """What holds on this thread for whatever runs next, training included."""
-
-    autocast: Autocast
-    inference_mode: bool
-    default_dtype: torch.dtype
-    current_device: int | None
-    function_modes: tuple[Any, ...]  # a default device is one of them
-    dispatch_modes: tuple[Any, ...]
-
-    @classmethod
-    def now(cls, device: torch.device) -> Left:
-        return cls(
-            autocast=Autocast.now([device]),
-            inference_mode=torch.is_inference_mode_enabled(),
-            default_dtype=torch.get_default_dtype(),
-            current_device=current_index(device),
-            function_modes=tuple(_get_current_function_mode_stack()),
-            dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
-        )
-
-    def changed(self, after: Left) -> list[str]:
-        """Return the names of what has changed."""
-        return [NAMES[field] for field, one, other in zip(self._fields, self, after) if one != other]
+    def _apply(self, values: dict[int, Any]) -> list[str]:
+        """Set what does not have its value yet, such as by an earlier setting; return the names of what cannot be set."""
+        failed = []
+        for setting, value in ((self._settings[i], value) for i, value in values.items()):
+            if not are_equal(_read(setting), value):
+                with suppress(Exception):
+                    setting.set(value)
+                if not are_equal(_read(setting), value):
+                    failed.append(setting.name)
+        return failed
 
 
-NAMES = {
-    "autocast": "autocast",
-    "inference_mode": "inference mode",
-    "default_dtype": "the default dtype",
-    "current_device": "the current device",
-    "function_modes": "the default device or another function mode",
-    "dispatch_modes": "a dispatch mode",
-}
+def _read(setting: Setting) -> Any:
+    try:
+        return setting.get()
+    except Exception:
+        return _UNREADABLE
+
+
+def _random_numbers(device: torch.device) -> Iterator[Setting]:
+    yield Setting("torch's random numbers", torch.get_rng_state, torch.set_rng_state)
+    yield Setting("the device's random numbers", partial(random_state, device), lambda state: set_random_state(state, device))
+    yield Setting("Python's random numbers", *PYTHON)
+    numpy = GlobalNumPy()
+    if hasattr(np.random, "get_bit_generator"):
+        yield Setting("NumPy's generator", np.random.get_bit_generator, np.random.set_bit_generator)  # type: ignore[attr-defined]
+    yield Setting("NumPy's random numbers", numpy.get, numpy.set)
+
+
+def _of_python() -> Iterator[Setting]:
+    yield Setting("the working directory", os.getcwd, os.chdir)
+    yield Setting("the filters of warnings", lambda: (warnings.filters, tuple(warnings.filters)), _set_filters)
+    yield Setting("garbage collection", gc.isenabled, lambda is_on: gc.enable() if is_on else gc.disable())
+    yield Setting("the recursion limit", sys.getrecursionlimit, sys.setrecursionlimit)
+    yield Setting("the level below which nothing is logged", lambda: logging.root.manager.disable, logging.disable)
+    for name in ("stdin", "stdout", "stderr"):
+        yield Setting(f"sys.{name}", partial(getattr, sys, name), partial(setattr, sys, name))
+
+
+def _set_filters(value: tuple[Any, tuple[Any, ...]]) -> None:
+    warnings.filters, filters = value
+    warnings.filters[:] = filters  # type: ignore[index]

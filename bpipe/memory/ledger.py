@@ -25,7 +25,6 @@ class Account:
     kind: Kind  # its stage, and a description of its inputs
     footprint: Footprint | None = None  # its bytes; None until its forward has run
     taken_bytes: int = 0  # the bytes that it will free in the end
-    in_pieces: int = 0  # the bytes that pieces of a running forward or backward allocated, or freed
     is_followed: bool = False  # whether a stash followed its saved tensors, instead of a look at the graph after its forward
     is_measured: bool = False  # whether it was measured in this step
     is_unknown: bool = False  # whether its memory is unknown, because no step has seen one like it
@@ -98,16 +97,11 @@ class Ledger:
         """Enter a microbatch that ran forward, with its footprint."""
         account.footprint = footprint
         self._shared_bytes[account.kind] = footprint.shared_bytes
-        self._change(footprint.own_bytes - account.in_pieces, 1)
-        account.taken_bytes, account.in_pieces = footprint.own_bytes, 0
+        self._change(footprint.own_bytes, 1)
+        account.taken_bytes = footprint.own_bytes
 
     def left(self, num_bytes: int) -> None:
         """Count the state that a slice has left in the first of two forwards; no longer (negative), once the second has made it."""
-        self._change(num_bytes, 0)
-
-    def piece(self, account: Account, num_bytes: int) -> None:
-        """Count the bytes that a piece of a forward took, or that a piece of a backward gave back (negative)."""
-        account.in_pieces += num_bytes
         self._change(num_bytes, 0)
 
     def seen_again(self, account: Account, contents: StashContents, parts: tuple[int, ...]) -> None:
@@ -134,8 +128,8 @@ class Ledger:
 
     def backward(self, account: Account) -> None:
         """Remove a microbatch whose backward, or `backward_weight`, has run and freed its memory."""
-        self._change(-account.taken_bytes - account.in_pieces, -1)
-        account.taken_bytes = account.in_pieces = 0
+        self._change(-account.taken_bytes, -1)
+        account.taken_bytes = 0
 
     def evicted(self, action: Action, num_bytes: int) -> None:
         """Subtract the evicted bytes of a microbatch, or of a part of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import chain, count
 from operator import is_
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bpipe.memory.recent import Recent
+from bpipe.torch_private.modules import SEES_HOOKS, compiled_call, hooks_of
 
 __all__: list[str] = []
 
@@ -59,12 +60,8 @@ class Makeups:
 
 def _seen_in(modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
     """Return values that show a change cheaply: the keys of hooks, which are never reused, and how the rest looks."""
-    hooks = [
-        (*one._forward_pre_hooks, *one._forward_hooks, *one._backward_pre_hooks, *one._backward_hooks)
-        for one in modules
-        if one._forward_hooks or one._forward_pre_hooks or one._backward_hooks or one._backward_pre_hooks
-    ]
-    ways = [(one.__class__, "forward" in one.__dict__, one._compiled_call_impl is None) for one in modules]
+    hooks = [[*chain.from_iterable(its)] for its in map(hooks_of, modules) if any(its)] if SEES_HOOKS else []
+    ways = [(one.__class__, "forward" in one.__dict__, compiled_call(one) is None) for one in modules]
     return hooks, ways, looks_of(parameters), looks_of(buffers_of(modules))
 
 
@@ -97,7 +94,7 @@ def _sharding(tensor: Any) -> object:
 
 def _hooks_of(modules: Sequence[nn.Module]) -> Iterator[tuple[int, str]]:
     """Yield the module's index and the name of each hook, so that hooks registered again in each step count as the same."""
-    for place, one in enumerate(modules):
-        for hooks in (one._forward_pre_hooks, one._forward_hooks, one._backward_pre_hooks, one._backward_hooks):
+    for place, one in enumerate(modules if SEES_HOOKS else ()):
+        for hooks in hooks_of(one):
             for hook in hooks.values():
                 yield place, f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"

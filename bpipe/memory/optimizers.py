@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,14 +13,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from bpipe.errors import ConfigurationError
 from bpipe.memory.saved.storages import storages_of
 from bpipe.memory.static import bytes_under
+from bpipe.model.microbatch import tensors_in
 
 __all__: list[str] = []
+
+
+Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]  # of one rank
 
 
 class Stepped:
@@ -78,16 +81,17 @@ class States:
 
     Args:
         device: only states on it count.
-        given: an optimizer that counts besides those that have stepped; see `Balanced`.
+        given: an optimizer, or several, that count besides those that have stepped; see `Balanced`.
     """
 
     def __init__(self, device: torch.device, given: Any = None) -> None:
-        if given is not None and not isinstance(getattr(given, "state", None), Mapping):
-            raise ConfigurationError(
-                f"optimizer= is of {type(given).__qualname__}, which has no mapping `state`, so bpipe cannot count its states: "
-                "give a torch.optim.Optimizer, or an object whose `state` has a pytree of tensors for each parameter"
-            )
-        self._device, self._given = device, given
+        self._device, self._given = device, several(given, "state")
+        for one in self._given:
+            if not isinstance(getattr(one, "state", None), Mapping):
+                raise ConfigurationError(
+                    f"optimizer= is of {type(one).__qualname__}, which has no mapping `state`, so bpipe cannot count its states: "
+                    "give a torch.optim.Optimizer or several, or objects whose `state` has a pytree of tensors for each parameter"
+                )
         self._seen: list[tuple[int, int, int, object]] = []
         self._is_fixed = True
         self._num_bytes = 0
@@ -95,8 +99,7 @@ class States:
     def of(self, modules: Callable[[], Sequence[nn.Module]]) -> int:
         """Return the bytes of the states of some modules' parameters, without the storages of parameters and buffers."""
         optimizers: list[Any] = STEPPED.optimizers()
-        if self._given is not None and self._given not in optimizers:
-            optimizers.append(self._given)
+        optimizers += [given for given in self._given if not any(given is one for one in optimizers)]
         seen = [(id(one), len(one.state), _num_values(one.state), _look(one.state)) for one in optimizers]
         if seen != self._seen or not self._is_fixed:
             STEPPED.tidy()
@@ -114,7 +117,7 @@ class States:
         others = [tensor for tensor in (*parameters, *buffers) if not is_lazy(tensor)]
         entries = [entry for one in optimizers for entry in self._entries(one, own, trains)]
         self._is_fixed = all(map(_is_fixed, entries))
-        states = [leaf for leaf in tree_leaves(entries) if isinstance(leaf, torch.Tensor)]
+        states = tensors_in(entries)
         return bytes_under([*others, *states], self._device) - bytes_under(others, self._device)
 
     def _entries(self, optimizer: Any, own: Container[int], trains: bool) -> Iterator[Any]:
@@ -125,8 +128,21 @@ class States:
         state = optimizer.state
         if any(id(one) in own for one in chain(state, _parameters(optimizer))):
             yield from (entry for key, entry in state.items() if id(key) in own or not isinstance(key, torch.Tensor))
-        elif optimizer is self._given and trains:
+        elif trains and any(optimizer is one for one in self._given):
             yield from state.values()
+
+
+def several(given: Any, attribute: str) -> tuple[Any, ...]:
+    """Return the optimizers that were given for a rank: none, one, several, or several by name.
+
+    Args:
+        attribute: what one optimizer has, and several have not, such as "param_groups".
+    """
+    if given is None:
+        return ()
+    if hasattr(given, attribute) or isinstance(given, str) or not isinstance(given, Iterable):
+        return (given,)
+    return tuple(given.values() if isinstance(given, Mapping) else given)
 
 
 def _parameters(optimizer: Any) -> Iterator[Any]:

@@ -51,7 +51,8 @@ def _meter(plan: Plan, footprints: Mapping[Key, Footprint], exchanged: Mapping[i
             sizes = [ELSEWHERE if one is None else _sizes(one, plan.num_parts(s), with_messages) for s, one in enumerate(found)]
             for stage, gradients in exchanged.items() if with_messages else ():
                 sizes[stage] = replace(sizes[stage], gradients=gradients)
-            alike[found] = bytes_meter(Sizes(stages=tuple(sizes), static=()), plan.stage_ranks, plan.depth, plan.skips, plan.local)
+            of_stages = Sizes(stages=tuple(sizes), static=())
+            alike[found] = bytes_meter(of_stages, plan.stage_ranks, plan.depth, plan.skips, local=plan.local)
         meters.append(alike[found])
     return by_unit(meters)._replace(overlapped=plan.overlapped)
 

@@ -11,6 +11,7 @@ from bpipe.device import free_bytes, give_back_unused
 from bpipe.memory.makeup import UNREADABLE, buffers_of, looks_of
 from bpipe.memory.saved.stash import is_on
 from bpipe.memory.saved.storages import storages_of
+from bpipe.torch_private.owners_and_versions import address_of
 
 __all__: list[str] = []
 
@@ -72,7 +73,7 @@ def available_bytes(device: torch.device, reserve_bytes: int) -> int:
 
 def bytes_under(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> int:
     """Return the bytes of the storages of some tensors, each once: those on a device, or anywhere."""
-    storages = {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
+    storages = {address_of(storage): storage for tensor in tensors for storage in storages_of(tensor)}
     return sum(storage.nbytes() for storage in storages.values() if device is None or is_on(storage.device, device))
 
 

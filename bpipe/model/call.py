@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from bpipe.errors import ConfigurationError
 from bpipe.model import microbatch as mb
-from bpipe.model.cutting import Cutting
+from bpipe.model.cutting import INPUTS, Cutting
 from bpipe.model.specs import check_specs
 
 __all__: list[str] = []
@@ -26,6 +27,8 @@ class Call(NamedTuple):
     arg_mbs: list[Any] | None
     kwarg_mbs: list[Any] | None
     target_mbs: list[Any] | None
+    finalize_gradients: bool = True
+    is_step: bool = False
 
 
 def call_of(
@@ -37,10 +40,12 @@ def call_of(
     arg_mbs: list[Any] | None = None,
     kwarg_mbs: list[Any] | None = None,
     target_mbs: list[Any] | None = None,
+    finalize_gradients: bool = True,
     **kwargs: Any,
 ) -> Call:
     """Sort the arguments of `step` or `eval` into a `Call`."""
-    return Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
+    microbatches = arg_mbs, kwarg_mbs, target_mbs
+    return Call(args, kwargs, target, losses, return_outputs, loss_kwargs, *microbatches, finalize_gradients)
 
 
 class Specs(NamedTuple):
@@ -49,14 +54,16 @@ class Specs(NamedTuple):
     args: Any
     kwargs: Any
     output: Any
+    target: Any = None
 
     @classmethod
-    def checked(cls, args: Any, kwargs: Any, output: Any) -> Specs:
+    def checked(cls, args: Any, kwargs: Any, output: Any, target: Any = None) -> Specs:
         """Check the specs that a schedule is given, and return them."""
         check_specs(args, "args_chunk_spec")
         check_specs(kwargs, "kwargs_chunk_spec")
         check_specs(output, "output_merge_spec", may_reduce=True)
-        return cls(args, kwargs, output)
+        check_specs(target, "target_chunk_spec")
+        return cls(args, kwargs, output, target)
 
 
 class CutBatch(NamedTuple):
@@ -68,6 +75,7 @@ class CutBatch(NamedTuple):
     are_alike: bool  # cut here, into equal parts
     weights: list[float] | None = None  # of the losses of slices in the loss of their microbatch
     lengths: list[int] | None = None  # of the slices, if something was cut
+    sizes: Sequence[int] = ()  # of the batch as args, kwargs and target show it; 0 if they do not
 
     def descriptions(self) -> list[mb.Description]:
         """Describe what each microbatch looks like."""
@@ -97,16 +105,16 @@ def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_train
     args = _presplit(call.arg_mbs, call.args, m, "arg_mbs", tuple)
     kwargs = _presplit(call.kwarg_mbs, call.kwargs, m, "kwarg_mbs", dict)
     targets = _presplit(call.target_mbs, () if call.target is None else (call.target,), m, "target_mbs", object)
-    cutting = Cutting(m)
+    cutting = Cutting(m, specs.args)
     if args is None:
         args = cutting.split(call.args, specs.args, "args") if call.args else [()] * m
     if kwargs is None:
         kwargs = cutting.split(call.kwargs, specs.kwargs, "kwargs") if call.kwargs else [{}] * m
     if targets is None and call.target is not None:
-        targets = cutting.split(call.target, None, "the target")
+        targets = cutting.split(call.target, specs.target, "the target")
     cutting.check()
     are_alike = call.arg_mbs is None and call.kwarg_mbs is None and call.target_mbs is None and cutting.are_alike
-    return CutBatch(args, kwargs, targets, are_alike)
+    return CutBatch(args, kwargs, targets, are_alike, sizes=[*map(cutting.size_of, INPUTS)])
 
 
 def _presplit(given: list[Any] | None, whole: Any, m: int, name: str, entry: type) -> list[Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
@@ -14,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from bpipe.comm.wire.dtensor import is_dtensor
 from bpipe.model.pytree import is_block_mask
+from bpipe.torch_private.owners_and_versions import ragged_dimension
 
 __all__: list[str] = []
 
@@ -102,9 +104,7 @@ def _cut_dtensor(tensor: Any, m: int, dim: int) -> Cut:
     sharding = tuple(i for i, one in enumerate(placements) if getattr(one, "dim", None) == dim)
     if any(type(placements[i]) is not Shard for i in sharding):
         raise CannotCutError(f" is a DTensor whose dimension {dim} is interleaved over ranks, {placements}, which cannot be cut")
-    num_shards = 1
-    for i in sharding:
-        num_shards *= mesh.size(i)
+    num_shards = math.prod(mesh.size(i) for i in sharding)
     if tensor.shape[dim] % num_shards:
         raise CannotCutError(f" of shape {list(tensor.shape)} has uneven shards over {num_shards} ranks, which cannot be cut")
     rows = _divided(local.shape, m, dim)
@@ -126,7 +126,7 @@ def _cut_dtensor(tensor: Any, m: int, dim: int) -> Cut:
 def _cut_jagged(tensor: Any, m: int, dim: int, *, known: Offsets) -> Cut:
     size = _samples(tensor.size(0), m, dim)
     _check_no_gradient(tensor)
-    if tensor._ragged_idx != 1:
+    if ragged_dimension(tensor) != 1:
         raise CannotCutError(" is a jagged tensor whose ragged dimension is not the first after the batch, which cannot be cut")
     offsets, lengths = tensor.offsets(), tensor.lengths()
     ends = offsets[::size].tolist()
@@ -204,17 +204,18 @@ def _shifted(mask_mod: Callable[..., Any], start: torch.Tensor) -> Callable[...,
     return shifted_mask_mod
 
 
-def cannot_join(value: Any, dim: int) -> str | None:
-    """Return why values like this one cannot be joined along a dimension; None if no reason is known."""
-    if isinstance(value, torch.Tensor) and (value.is_nested or value.layout in (torch.strided, torch.sparse_coo)):
-        if value.is_nested:
-            return None if dim == 0 else f"nested tensors cannot be put together along dimension {dim}"
-        return None if value.ndim == 0 or -value.ndim <= dim < value.ndim else f"it has no dimension {dim}"
-    if type(value) is np.ndarray:
-        return None if value.ndim == 0 or -value.ndim <= dim < value.ndim else f"it has no dimension {dim}"
-    if isinstance(value, torch.Tensor):
-        return f"tensors of layout {value.layout} cannot be put together"
-    return f"a {type(value).__qualname__} cannot be put together"
+def check_joinable(value: Any, dim: int) -> None:
+    """Raise a TypeError if values like this one cannot be joined along a dimension, for a reason that is known."""
+    is_tensor = isinstance(value, torch.Tensor)
+    if is_tensor and value.is_nested:
+        if dim:
+            raise TypeError(f"nested tensors cannot be put together along dimension {dim}")
+    elif type(value) is np.ndarray or (is_tensor and value.layout in (torch.strided, torch.sparse_coo)):
+        if value.ndim and not -value.ndim <= dim < value.ndim:
+            raise TypeError(f"it has no dimension {dim}")
+    else:
+        what = f"tensors of layout {value.layout}" if is_tensor else f"a {type(value).__qualname__}"
+        raise TypeError(f"{what} cannot be put together")
 
 
 def join(parts: Sequence[Any], dim: int) -> Any:

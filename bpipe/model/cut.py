@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from bpipe.model.ties import mark_ties
+
 __all__: list[str] = []
 
 MARK = "_bpipe_cut"
@@ -21,10 +23,11 @@ class Cut(NamedTuple):
 
 
 def mark(parts: Sequence[Any], names: Sequence[Sequence[str]]) -> None:
-    """Mark the stages that were cut by these names."""
+    """Mark the stages that were cut by these names, and what they share."""
     digest = hashlib.sha256(json.dumps([list(one) for one in names]).encode()).digest()[:16]
     for index, part in enumerate(parts):
         setattr(part, MARK, Cut(digest, index, len(parts)))
+    mark_ties(parts)
 
 
 def mark_around(wrapper: Any, module: Any) -> None:

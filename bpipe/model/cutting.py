@@ -14,13 +14,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from bpipe.comm.wire.dtensor import is_dtensor
 from bpipe.comm.wire.message import PLAIN
 from bpipe.errors import ConfigurationError
 from bpipe.model.chunks import CannotCutError, Offsets, cutter_of
-from bpipe.model.pytree import inside, leaves_of
+from bpipe.model.pytree import flattened, inside, leaves_of
 from bpipe.model.specs import DEFAULT, is_repeating, misfit, specs_of
 
 __all__: list[str] = []
+
+INPUTS = ("args", "kwargs", "the target")  # as errors name them
 
 # These hold no samples, so every microbatch gets the same.
 REPEATED = (
@@ -49,18 +52,27 @@ REPEATED = (
 
 
 class Cutting:
-    """Cuts the batches of one call into microbatches: tensors and everything else that holds samples; the rest is repeated."""
+    """Cuts the batches of one call into microbatches: tensors and everything else that holds samples; the rest is repeated.
 
-    def __init__(self, num_microbatches: int) -> None:
+    Args:
+        num_microbatches: m.
+        args_spec: of the first stage's positional arguments; they come first, and say how many samples the batch has.
+    """
+
+    def __init__(self, num_microbatches: int, args_spec: Any = None) -> None:
         self.are_alike = True  # whether the microbatches need the same memory
         self._m = num_microbatches
+        # of the first argument's samples, as its spec says, which is known on ranks that do not get the argument, too
+        self._dim = next((spec.split_dim for spec in flattened(args_spec) if hasattr(spec, "split_dim")), 0)
         self._offsets: Offsets = {}
         self._rows: list[_Rows] = []
         self._lists: list[_List] = []
         self._sharding: dict[Any, tuple[tuple[int, ...], str]] = {}  # by mesh: its dims that shard a batch, and the value's name
 
     def split(self, value: Any, spec: Any, name: str) -> list[Any]:
-        """Cut everything in a pytree that holds samples, along the dimension that its spec names (0 by default).
+        """Cut everything in a pytree that holds samples, along the dimension that its spec names.
+
+        Without a spec that is dimension 0, or the dimension of the first argument's samples if the sizes leave no other reading.
 
         Args:
             spec: None, or a pytree like `value` with a `TensorChunkSpec` (anything with a `split_dim`) for each value that is cut,
@@ -70,8 +82,8 @@ class Cutting:
             m pytrees like `value`; strided tensors are views, not copies.
 
         Raises:
-            ConfigurationError: a size that is not a positive multiple of m, a spec that does not fit, or a value that may hold
-                samples and cannot be cut.
+            ConfigurationError: a size that is not a positive multiple of m, a spec that does not fit, a value that may hold
+                samples and cannot be cut, or one without a spec that may have them along one dimension or another.
         """
         try:
             return self._split(value, DEFAULT if spec is None else spec, name)
@@ -104,22 +116,52 @@ class Cutting:
         if spec is DEFAULT and getattr(leaf, "ndim", None) == 0:  # it holds no samples
             return [leaf] * self._m
         if cutter is None:
+            if callable(getattr(leaf, "get_seq_length", None)):
+                raise ConfigurationError(
+                    f"{path} is a {name_of(leaf)}, which all microbatches would share: leave it out (use_cache=False), because a "
+                    f"pipeline trains without a cache. To evaluate with one, give each microbatch its own: {_by_microbatch(path)}"
+                )
             if not is_repeatable(leaf):
                 kind = f" is a {name_of(leaf)}, which bpipe does not know how to cut"
                 raise self._refusal(
-                    path, f"{kind} (make it a dataclass, or register it with torch.utils._pytree.register_pytree_node)"
+                    path, f"{kind} (if the class is yours, make it a dataclass, or register it with torch.utils._pytree)"
                 )
             return [leaf] * self._m
+        dim = self._default_dim(leaf, path) if spec is DEFAULT else spec.split_dim
         try:
-            cut = cutter(leaf, self._m, 0 if spec is DEFAULT else spec.split_dim)
+            cut = cutter(leaf, self._m, dim)
         except CannotCutError as error:
             raise self._refusal(path, str(error)) from None
         self.are_alike = self.are_alike and cut.are_alike
         if cut.rows is not None:
-            self._rows.append(_Rows(cut.rows, path, spec is DEFAULT))
+            self._rows.append(_Rows(cut.rows, path, spec is DEFAULT, dim % max(getattr(leaf, "ndim", 1), 1)))
         if cut.sharding is not None:
             self._check_sharding(*cut.sharding, path)
         return cut.parts
+
+    def _default_dim(self, leaf: Any, path: str) -> int:
+        """Return the dimension along which a value without a spec is cut: 0, or that of the inputs if it alone has their size."""
+        batch = self._batch()
+        dim = self._dim if batch is None else batch.dim
+        if self._m == 1 or not dim or not isinstance(leaf, (torch.Tensor, np.ndarray)) or getattr(leaf, "is_nested", False):
+            return 0
+        own: Any = leaf
+        shape = list((own.to_local() if is_dtensor(own) else own).shape)
+        others = range(1, len(shape)) if dim < 0 else [dim] if dim < len(shape) else []
+        size = shape[0] if batch is None else batch.size
+        fitting = [i for i in (0, *others) if shape[i] == size]
+        if len(fitting) > 1:
+            raise self._refusal(
+                path,
+                f" of shape {shape} may have its samples along dimension {' or '.join(map(str, fitting))}, because those of "
+                f"{'the first argument' if batch is None else batch.path} are along dimension {dim}, and nothing says which",
+            )
+        return fitting[0] if fitting else 0
+
+    def _batch(self) -> _Rows | None:
+        """Return the value that says how many samples the batch has: the first argument, or else the first value without a spec."""
+        known = (rows for rows in self._rows if rows.is_unspecified or rows.path.startswith("args"))
+        return next(known, self._rows[0] if self._rows else None)
 
     def _beside(self, value: Any, rows: Sequence[_Rows], path: str) -> list[Any]:
         """Repeat an object's content besides its parts, in a new container each time; cut the encodings of a BatchEncoding."""
@@ -129,7 +171,7 @@ class Cutting:
             size, rest = divmod(len(value), self._m)
             if rest or not size:
                 raise self._refusal(path, f" of {len(value)} entries does not divide into {self._m} microbatches")
-            self._rows.append(_Rows(len(value), path, True))
+            self._rows.append(_Rows(len(value), path, True, 0))
             return [value[i * size : (i + 1) * size] for i in range(self._m)]
         before = len(self._rows)
         copies = self._split(value, DEFAULT, path)
@@ -158,14 +200,22 @@ class Cutting:
                 raise self._refusal(
                     path, f" is a {name_of(value)} of {len(value)} entries, and may have one for each sample or be the same for all"
                 )
+        first = self._batch()
         for rows in (one for one in self._rows if one.is_unspecified):
-            first = self._rows[0]
-            if rows.size % first.size:
+            if first is not None and rows.size != first.size:
                 raise self._refusal(
                     rows.path,
                     f" has {rows.size} rows but {first.path} has {first.size}: a microbatch would get {rows.size // self._m} and "
                     f"{first.size // self._m} of them, which may not belong together",
                 )
+
+    def size_of(self, name: str) -> int:
+        """Return how many samples a value has, as many as those of other ranks must have; 0 if that is unknown.
+
+        It is if nothing in it was cut, if it has a spec and is no argument, or if the shards of a batch lie on several ranks.
+        """
+        own = (rows.size for rows in self._rows if rows.path.startswith(name) and (rows.is_unspecified or name == "args"))
+        return 0 if self._m == 1 or self._sharding else next(own, 0)
 
     def _refusal(self, path: str, reason: str) -> ConfigurationError:
         advice = _way_out(path)
@@ -175,11 +225,12 @@ class Cutting:
 
 
 class _Rows(NamedTuple):
-    """A value that was cut: its size along the dimension, its name, and whether no spec names that dimension."""
+    """A value that was cut: its size along the dimension, its name, whether no spec names that dimension, and the dimension."""
 
     size: int
     path: str
     is_unspecified: bool
+    dim: int
 
 
 class _List(NamedTuple):
@@ -192,14 +243,18 @@ class _List(NamedTuple):
 
 def _way_out(path: str) -> str:
     """Return advice about a value that cannot be cut, or not in the given form."""
-    for name in ("args", "kwargs"):
-        if path.startswith(name):
-            return (
-                f"give {name}_chunk_spec=, nested like {name} (None for a value that each microbatch gets whole, such as "
-                "position ids or a mask with one row for all; TensorChunkSpec(dim) for a value to cut), or cut it yourself: "
-                f"step({name[:-1]}_mbs=...)"
-            )
-    return "cut it yourself: step(target_mbs=...)"
+    value = next((name for name in INPUTS if path.startswith(name)), INPUTS[-1])
+    spec = f"{value}_chunk_spec=" if value in INPUTS[:-1] else "Options(target_chunk_spec=)"
+    return (
+        f"give {spec}, nested like {value} (None for a value that each microbatch gets whole, such as position ids "
+        "or a mask with one row for all; TensorChunkSpec(dim) for a value to cut), or cut it yourself: "
+        f"{_by_microbatch(path)}"
+    )
+
+
+def _by_microbatch(path: str) -> str:
+    """Return how to give a value by microbatch."""
+    return next((f"step({name[:-1]}_mbs=...)" for name in ("args", "kwargs") if path.startswith(name)), "step(target_mbs=...)")
 
 
 def is_repeatable(value: Any) -> bool:

@@ -3,59 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from bpipe.comm.wire.message import TensorMeta, meta_of
 from bpipe.errors import ConfigurationError, StageError
+from bpipe.torch_private.distributed import examples_of_stage
 
 __all__: list[str] = []
 
 Example = torch.Tensor | Sequence[torch.Tensor | None] | None
+Examples = dict[str, list[TensorMeta]]  # by name: the shapes and dtypes of an example's tensors, which count as contiguous
 COMPARED = ("input_args", "output_args")
 NAMES = (*COMPARED, "output_grads", "input_grads")  # in torch's order
 
 
-class Form(NamedTuple):
-    """The shape and dtype of a tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+def examples_of(given: Mapping[str, Any]) -> Examples:
+    """Return the examples that can be compared."""
+    return {name: _metas(given[name]) for name in COMPARED if given[name] is not None}
 
 
-class Examples(NamedTuple):
-    """The examples of one stage, as the forms of their tensors; None if there is none."""
+def check_examples(examples: Examples, stage: int, args: Any, output: Any) -> None:
+    """Compare the examples of a stage with a microbatch.
 
-    inputs: list[Form] | None
-    outputs: list[Form] | None
-
-    def check(self, stage: int, args: Any, output: Any) -> None:
-        """Compare the examples with a microbatch.
-
-        Raises:
-            StageError: a shape or a dtype differs, or there are more or fewer tensors.
-        """
-        for name, expected, value in zip(COMPARED, self, (args, output)):
-            if expected is not None and (found := _forms(value)) != expected:
-                raise StageError(
-                    f"stage {stage}: {name} promised {_text(expected)}, and the first microbatch has {_text(found)}: give "
-                    f"{name} as one microbatch has it, or leave it out, because bpipe learns shapes from the first microbatch"
-                )
+    Raises:
+        StageError: a shape or a dtype differs, or there are more or fewer tensors.
+    """
+    for name, value in zip(COMPARED, (args, output)):
+        if name in examples and (found := _metas(value)) != examples[name]:
+            raise StageError(
+                f"stage {stage}: {name} promised {_text(examples[name])}, and the first microbatch has {_text(found)}: give "
+                f"{name} as one microbatch has it, or leave it out, because bpipe learns shapes from the first microbatch"
+            )
 
 
-def examples_of(given: Mapping[str, Any]) -> Examples | None:
-    """Return the examples that can be compared; None if there are none."""
-    forms = [None if given[name] is None else _forms(given[name]) for name in COMPARED]
-    return None if forms == [None, None] else Examples(*forms)
-
-
-def inputs_of(stage: Any) -> list[Form] | None:
-    """Return the forms of the `input_args` that torch's stage was given; None if it has none."""
-    metas = getattr(getattr(stage, "_user_meta", None), "inputs", None) or getattr(stage, "inputs_meta", None)
-    return None if metas is None else [Form(tuple(one.shape), one.dtype) for one in metas]
+def inputs_of(stage: Any) -> list[TensorMeta] | None:
+    """Return what is known of the `input_args` that torch's stage was given; None if it has none."""
+    examples = examples_of_stage(stage)
+    return None if examples is None else list(map(_meta, examples))
 
 
 def is_example(name: str, value: Any) -> bool:
@@ -77,10 +63,14 @@ def is_example(name: str, value: Any) -> bool:
     return False
 
 
-def _forms(value: Any) -> list[Form]:
+def _metas(value: Any) -> list[TensorMeta]:
     values = value if isinstance(value, (tuple, list)) else [value]
-    return [Form(tuple(one.shape), one.dtype) for one in values if isinstance(one, torch.Tensor)]
+    return [_meta(one) for one in values if isinstance(one, torch.Tensor)]
 
 
-def _text(forms: Sequence[Form | None]) -> str:
-    return f"({', '.join(map(str, forms))})" if forms else "no tensors"
+def _meta(tensor: torch.Tensor) -> TensorMeta:
+    return meta_of(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), requires_grad=False)
+
+
+def _text(metas: Sequence[TensorMeta]) -> str:
+    return f"({', '.join(map(str, metas))})" if metas else "no tensors"

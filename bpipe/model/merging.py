@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-
 from bpipe.comm.wire.message import PLAIN
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.model.chunks import cannot_join, join
-from bpipe.model.pytree import inside
+from bpipe.model.chunks import check_joinable, join
+from bpipe.model.pytree import flattened, inside, refilled
 from bpipe.model.specs import misfit, outline, specs_of
 
 __all__: list[str] = []
@@ -18,7 +16,21 @@ __all__: list[str] = []
 Join = Callable[[Sequence[Any], Any], Any]  # joins values at the same place, given their spec
 
 
-def merge(outputs: Sequence[Any], spec: Any = None, *, join_leaves: Join | None = None, option: str = "output_merge_spec") -> Any:
+def join_values(parts: Sequence[Any], spec: Any) -> Any:
+    """Join the values at one place in the outputs, as `merge` does by default."""
+    if hasattr(spec, "reduce_fn"):
+        value = spec.init_value
+        for part in parts:
+            value = spec.reduce_fn(value, part)
+        return value
+    if type(parts[0]) in PLAIN:
+        return parts[0]
+    dim = getattr(spec, "split_dim", 0)
+    check_joinable(parts[0], dim)
+    return join(parts, dim)
+
+
+def merge(outputs: Sequence[Any], spec: Any = None, *, join_leaves: Join = join_values, option: str = "output_merge_spec") -> Any:
     """Merge the outputs of the microbatches: concatenate tensors along the dimension that the spec names (0 by default).
 
     Tensors without dimensions are stacked. A spec with `reduce_fn` and `init_value` (torch's reducers) folds instead;
@@ -35,15 +47,6 @@ def merge(outputs: Sequence[Any], spec: Any = None, *, join_leaves: Join | None 
         ConfigurationError: the spec does not fit.
         StageError: the outputs do not fit together.
     """
-    return _merge(outputs, spec, join_leaves or join_values, option)
-
-
-def check_merge(outputs: Sequence[Any], spec: Any = None) -> None:
-    """Check that `merge` can merge outputs like these, which may be that of a single microbatch, and need no content."""
-    _merge(outputs, spec, _check_join, "output_merge_spec")
-
-
-def _merge(outputs: Sequence[Any], spec: Any, join_leaves: Join, option: str) -> Any:
     try:
         try:
             return _merged(outputs, spec, "output", join_leaves)
@@ -52,22 +55,39 @@ def _merge(outputs: Sequence[Any], spec: Any, join_leaves: Join, option: str) ->
             if any(one is None for one in nested):
                 raise
             return _merged(nested, spec, "output", join_leaves)
+    except ConfigurationError:
+        raise
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
-        if isinstance(error, ConfigurationError):
-            raise
         raise StageError(
             f"the outputs of the microbatches do not fit together: {error}. "
             f"Make them alike, give an {option}, or pass return_outputs=False and use them in loss_fn"
         ) from error
 
 
+def merge_or_list(outputs: Sequence[Any], spec: Any) -> Any:
+    """Merge the outputs of the microbatches, or return their list if they do not fit together.
+
+    The last stage learns how long an output is when it runs, and by then has run backwards of earlier microbatches. So outputs of
+    unequal lengths are no reason to lose the step.
+    """
+    try:
+        return merge(outputs, spec)
+    except StageError:
+        return list(outputs)
+
+
+def check_merge(outputs: Sequence[Any], spec: Any) -> None:
+    """Check that `merge` can merge outputs like these, which may be that of a single microbatch, and need no content."""
+    merge(outputs, spec, join_leaves=_check_join)
+
+
 def _nested_like(spec: Any, output: Any) -> Any:
     """Return an output's values nested as a tuple, list or dict of specs is, as torch does; None if it has more or fewer values."""
     if not isinstance(spec, (tuple, list, dict)):
         return None
-    values, (specs, nesting) = tree_leaves(output), tree_flatten(spec)
-    fits = len(values) == len(specs) and all(inside(value) is None for value in values)
-    return tree_unflatten(values, nesting) if fits else None
+    values = flattened(output)
+    fits = len(values) == len(flattened(spec)) and all(inside(value) is None for value in values)
+    return refilled(spec, iter(values)) if fits else None
 
 
 def _merged(column: Sequence[Any], spec: Any, path: str, join_leaves: Join) -> Any:
@@ -90,29 +110,11 @@ def _merged(column: Sequence[Any], spec: Any, path: str, join_leaves: Join) -> A
     return found.make([_merged(part, specs[i], found.path(i, path), join_leaves) for i, part in enumerate(columns)])
 
 
-def join_values(parts: Sequence[Any], spec: Any) -> Any:
-    """Join the values at one place in the outputs, as `merge` does by default."""
-    if hasattr(spec, "reduce_fn"):
-        value = spec.init_value
-        for part in parts:
-            value = spec.reduce_fn(value, part)
-        return value
-    if type(parts[0]) in PLAIN:
-        return parts[0]
-    dim = getattr(spec, "split_dim", 0)
-    reason = cannot_join(parts[0], dim)
-    if reason is not None:
-        raise TypeError(reason)
-    return join(parts, dim)
-
-
 def _check_join(parts: Sequence[Any], spec: Any) -> Any:
     if hasattr(spec, "reduce_fn") or type(parts[0]) in PLAIN:
         return parts[0]
     dim = getattr(spec, "split_dim", 0)
-    reason = cannot_join(parts[0], dim)
-    if reason is not None:
-        raise TypeError(reason)
+    check_joinable(parts[0], dim)
     if len(parts) > 1 and len({_shape_beside(part, dim) for part in parts}) > 1:
         raise TypeError(f"those of the shapes {[list(part.shape) for part in parts]} cannot be concatenated along dimension {dim}")
     return parts[0]

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from bpipe.comm.wire.dtensor import is_dtensor
 from bpipe.comm.wire.message import PLAIN
 from bpipe.model.pytree import Inside, inside, is_block_mask, leaves_of, mapped
+from bpipe.torch_private.owners_and_versions import parts_of_sparse
 
 __all__: list[str] = []
 
@@ -146,7 +147,8 @@ def _describe_special(tensor: torch.Tensor) -> str:
     if tensor.is_nested:
         return f"{name}{[tuple(part.shape) for part in tensor.unbind()]}"
     if tensor.layout is not torch.strided:
-        return f"{name}{tuple(tensor.shape)}{tensor._nnz()}"
+        values = parts_of_sparse(tensor)[1] if tensor.layout is torch.sparse_coo else tensor.values()
+        return f"{name}{tuple(tensor.shape)}{len(values)}"
     sharding: Any = (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else ""  # type: ignore[attr-defined]
     return f"{name}{tuple(tensor.shape)}{tensor.stride()}{sharding}"
 

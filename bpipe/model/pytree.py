@@ -19,38 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
 from bpipe.comm.wire.message import PLAIN
+from bpipe.torch_private.pytrees import is_registered, parts_of
 
 __all__: list[str] = []
 
 _PLAIN = frozenset(PLAIN)
+_SINGLE = (np.ndarray, torch.nn.Module, torch.Size, Enum, type, types.ModuleType)
 # bpipe treats these values as single objects, whatever they hold, and even if they are registered as pytrees.
-_WHOLE = (
-    torch.Tensor,
-    np.ndarray,
-    torch.nn.Module,
-    PackedSequence,
-    torch.Size,
-    Enum,
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    partial,
-)
-_OPAQUE = (
-    np.ndarray,
-    torch.nn.Module,
-    torch.Size,
-    Enum,
-    type,
-    types.ModuleType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-    str,
-    bytes,
-)
+_WHOLE = (*_SINGLE, torch.Tensor, PackedSequence, types.FunctionType, partial)
+_OPAQUE = (*_SINGLE, types.BuiltinFunctionType, types.MethodType, str, bytes)
 _OBJECTS_DEEP = 3  # how many levels of nested objects are searched for tensors
 
 
@@ -82,20 +61,20 @@ def inside(value: Any) -> Inside | None:
         return Inside(keys, list(value.values()), lambda parts: dict(zip(keys, parts)), len(keys))
     if isinstance(value, _WHOLE) or is_block_mask(value):
         return None
-    return _registered(value) if not tree_is_leaf(value) else _known(value)
+    return _registered(value) if is_registered(value) else _known(value)
 
 
 def _registered(value: Any) -> Inside | None:
     if isinstance(value, tuple) and getattr(value, "__dict__", None):
         return None  # a named tuple with attributes, which would be lost
-    parts, tree = tree_flatten(value, is_leaf=lambda part: part is not value)
+    parts, tree, make_another = parts_of(value)
     keys: Sequence[Any] = range(len(parts))
     if isinstance(value, Mapping) and len(value) == len(parts):
         keys = list(value)
     are_fields = hasattr(value, "_fields") and len(value._fields) == len(parts)
     if are_fields:
         keys = value._fields
-    make = partial(_checked, lambda parts: tree_unflatten(parts, tree), keys)
+    make = partial(_checked, make_another, keys)
     return Inside(keys, parts, make, len(parts), are_fields, tree)
 
 
@@ -236,17 +215,30 @@ def _seen_in(value: Any, deep: int, without: str | None) -> tuple[Sequence[Any],
     if isinstance(value, partial):
         return (value.func, value.args, value.keywords), 0
     if isinstance(value, types.FunctionType):
-        return (*_closure(value), value.__defaults__, value.__kwdefaults__), 0
+        return (*closure_of(value), value.__defaults__, value.__kwdefaults__), 0
     is_left = not deep or str(type(value).__module__).partition(".")[0] == without
     return ((), deep) if is_left else (list(attributes_of(value).values()), deep - 1)
 
 
-def _closure(function: types.FunctionType) -> Iterator[Any]:
+def closure_of(function: types.FunctionType) -> Iterator[Any]:
+    """Yield the values in a function's closure."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:  # not yet filled
             continue
+
+
+def flattened(value: Any) -> list[Any]:
+    """Return the leaves of a pytree; a value that is not one is its only leaf."""
+    found = inside(value)
+    return [value] if found is None else [leaf for part in found.parts for leaf in flattened(part)]
+
+
+def refilled(value: Any, leaves: Iterator[Any]) -> Any:
+    """Return a pytree like another one, with other leaves, taken in order."""
+    found = inside(value)
+    return next(leaves) if found is None else found.make([refilled(part, leaves) for part in found.parts])
 
 
 def mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:

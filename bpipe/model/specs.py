@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from bpipe.errors import ConfigurationError
-from bpipe.model.pytree import Inside, inside
+from bpipe.model.pytree import Inside, flattened, inside
+from bpipe.torch_private.distributed import is_replicate
 
 __all__: list[str] = []
 
@@ -45,20 +46,11 @@ def outline(value: Any) -> str:
 
 def check_specs(spec: Any, name: str, *, may_reduce: bool = False, others: tuple[type, ...] = ()) -> None:
     """Check the specs that a schedule is given, before there are any values."""
-    for leaf in _ends(spec):
+    for leaf in flattened(spec):
         is_cut = isinstance(getattr(leaf, "split_dim", None), int) or isinstance(leaf, others)
         is_reducer = may_reduce and hasattr(leaf, "reduce_fn") and hasattr(leaf, "init_value")
-        if not (leaf is None or is_cut or is_reducer or "_Replicate" in (getattr(leaf, "__name__", ""), type(leaf).__name__)):
+        if not (leaf is None or is_cut or is_reducer or is_replicate(leaf)):
             raise ConfigurationError(
                 f"{name} contains a {type(leaf).__qualname__}, {leaf!r}: give TensorChunkSpec(dim) for a value that is cut along a "
                 "dimension (TensorChunkSpec.from_tuple and from_dict make them from numbers), or None"
             )
-
-
-def _ends(spec: Any) -> Iterator[Any]:
-    found = inside(spec)
-    if found is None:
-        yield spec
-    else:
-        for part in found.parts:
-            yield from _ends(part)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from bpipe.checks import check_count
 from bpipe.comm.health.agreement import MOST_STAGES
 from bpipe.comm.transport.process_group import group_of, rank_and_size
 from bpipe.comm.wire.dtensor import mesh_among
@@ -15,12 +19,19 @@ from bpipe.device import with_index
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.memory.makeup import Makeups
 from bpipe.model.cut import cut_of
-from bpipe.model.examples import NAMES, Example, Examples, examples_of, inputs_of, is_example
+from bpipe.model.examples import NAMES, Example, check_examples, examples_of, inputs_of, is_example
 from bpipe.model.of_torch_alone import STAGE, check_missing, check_overrides
-from bpipe.model.torch_graph import check_neighbours
+from bpipe.model.torch_graph import TracedCalls, mark_copies
+from bpipe.not_copied import NotCopied
 from bpipe.skips.routes import named_skips
+from bpipe.torch_private.distributed import contexts_of_stage, mesh_of_stage
+
+if TYPE_CHECKING:
+    from bpipe.as_torch.stage_info import PipelineStageInfo
 
 __all__ = ["PipelineStage"]
+
+ContextFactory = Callable[["PipelineStageInfo"], AbstractContextManager[Any]]
 
 
 class ModuleSnapshot(NamedTuple):
@@ -45,7 +56,7 @@ class ModuleSnapshot(NamedTuple):
         return f"{self.makeup} {training} {trainable}"
 
 
-class PipelineStage:
+class PipelineStage(NotCopied):
     """A stage: any `nn.Module`, its index, and the group of ranks that its pipeline runs on.
 
     The arguments are torch.distributed.pipelining's. Nothing is run, moved or wrapped here: parameters on the meta device
@@ -109,8 +120,7 @@ class PipelineStage:
     ) -> None:
         if not isinstance(submodule, torch.nn.Module):
             raise ConfigurationError(f"a stage needs an nn.Module, got {type(submodule).__qualname__}")
-        if not isinstance(num_stages, int) or num_stages < 1:
-            raise ConfigurationError(f"num_stages={num_stages!r}: give a whole number of at least 1")
+        check_count("num_stages", num_stages)
         if not isinstance(stage_index, int) or not 0 <= stage_index < num_stages:
             raise ConfigurationError(f"stage_index={stage_index!r}: with {num_stages} stages it is 0 to {num_stages - 1}")
         if directions not in (1, 2) or num_stages % directions:
@@ -136,11 +146,13 @@ class PipelineStage:
         self.device = with_index(torch.device(device) if device is not None else _device_of(submodule))
         self.group = group_of(group)
         self.has_backward = False  # whether the latest schedule made of it trains
-        self.examples: Examples | None = examples_of(given)  # until they are compared with the first microbatch
-        self.input_forms = None if self.examples is None else self.examples.inputs  # stays: a fake group has no other source
+        self.examples = examples_of(given)  # until they are compared with the first microbatch
+        self.input_forms = self.examples.get("input_args")  # stays: a fake group has no other source
         self._get_mesh = get_mesh
         self.dw_builder = dw_builder
         self.skips = named_skips({} if skips is None else skips, depth)
+        self.adapter: Callable[..., Any] | None = None  # calls the module, if that does not take and return skips itself
+        self.forward_contexts: OrderedDict[int, ContextFactory] = OrderedDict()  # at most one, by the number of its handle
         self._depth = depth  # the number of stages that a microbatch passes
         self._makeups = Makeups()
 
@@ -169,6 +181,32 @@ class PipelineStage:
     def clear_runtime_states(self) -> None:
         """Do nothing: a stage keeps nothing between steps, whatever their shapes are."""
 
+    def register_forward_context(self, context_factory: ContextFactory) -> RemovableHandle:
+        """Run the module inside a context manager in each of its forwards, until the handle that this returns is removed.
+
+        The context surrounds the module, without the loss. Each slice, and each forward that runs again to recompute what was not
+        saved, has a context of its own.
+
+        Args:
+            context_factory: `context_factory(info)` makes the context manager of one forward, which lets the module's errors pass;
+                `info` is a `PipelineStageInfo`, with the stage's index and the microbatch's.
+
+        Raises:
+            ConfigurationError: a context is registered already.
+
+        Example:
+            >>> from contextlib import nullcontext
+            >>> from torch import nn
+            >>> stage = PipelineStage(nn.Linear(8, 8), stage_index=0, num_stages=4, device="cpu")
+            >>> handle = stage.register_forward_context(lambda info: nullcontext())
+            >>> handle.remove()
+        """
+        if self.forward_contexts:
+            raise ConfigurationError(f"stage {self.stage_index} has a forward context already: call remove() of its handle first")
+        handle = RemovableHandle(self.forward_contexts)
+        self.forward_contexts[handle.id] = context_factory
+        return handle
+
     @property
     def original(self) -> Any:
         """The stage that the user made: this one, unless another library's was adopted."""
@@ -194,48 +232,9 @@ class PipelineStage:
         """Whether this stage returns the pipeline's outputs."""
         return (self.stage_index + 1) % self._depth == 0
 
-    def compare_examples(self, args: Sequence[Any], output: Any) -> None:
-        """Compare the examples that were given with the first microbatch, and forget them.
-
-        Raises:
-            StageError: a shape or a dtype differs, or there are more or fewer tensors.
-        """
-        examples, self.examples = self.examples, None
-        if examples is not None:
-            examples.check(self.stage_index, args, output)
-
-    def as_replica(self, replica: int, num_replicas: int) -> PipelineStage:
-        """Return the stage as the one of a plan with paths, which counts the stages of all replicas; both have the same module."""
-        stage = copy(self)
-        stage.stage_index, stage.num_stages = replica * self.num_stages + self.stage_index, num_replicas * self.num_stages
-        return stage
-
-    def find_mesh(self, names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
-        """Return the mesh for this stage's shards of DTensors that come from a device mesh with these names and this shape.
-
-        Raises:
-            StageError: none is known.
-        """
-        mesh = mesh_among([*self.submod.parameters(), *self.submod.buffers()], names, shape)
-        if mesh is None and self._get_mesh is not None and names is not None:
-            mesh = self._get_mesh(names, None)
-        if mesh is None or tuple(mesh.shape) != shape:
-            raise StageError(
-                f"stage {self.stage_index} gets a DTensor on a mesh {names} of shape {shape}, but it knows "
-                f"{'no such mesh' if mesh is None else f'only {mesh}'}: none of its parameters lies on one. Give PipelineStage "
-                "get_mesh=lambda names, layout: your_mesh[names]"
-            )
-        return mesh
-
     def parts(self) -> ModuleSnapshot:
         """Collect the present modules and parameters of the stage's module."""
         return ModuleSnapshot.of(self.submod, self._makeups)
-
-    def mode(self, parts: ModuleSnapshot) -> str:
-        """Describe everything besides inputs that affects results and saved bytes: makeup, trainable parameters, mode, autocast."""
-        kind = self.device.type
-        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return f"{parts.mode()} {autocast}"
 
     def __repr__(self) -> str:
         known = vars(self)
@@ -247,12 +246,16 @@ class PipelineStage:
 
 
 class _AdoptedStage(PipelineStage):
-    """Another library's stage as one of ours; its module and its `dw_builder` may still be replaced on the original."""
+    """Another library's stage as one of ours, whose module, `dw_builder` and forward context are those of the original."""
 
     def __init__(self, stage: Any) -> None:
-        get_mesh = getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None)
+        get_mesh = mesh_of_stage(stage)
         super().__init__(stage.submod, stage.stage_index, stage.num_stages, stage.device, group=stage.group, get_mesh=get_mesh)
-        check_neighbours(stage)
+        if (graph := getattr(getattr(stage, "pipe_info", None), "graph", None)) is not None:  # of torch's tracer
+            calls = TracedCalls(graph)
+            if calls.skips:  # otherwise each stage takes what the one before returns
+                self.skips, self.adapter = named_skips(calls.skips, self._depth), partial(calls.run, stage)
+            mark_copies(graph, stage.submod)
         self.input_forms = inputs_of(stage)
         self._stage = stage
 
@@ -261,9 +264,74 @@ class _AdoptedStage(PipelineStage):
         return self._stage
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("submod", "dw_builder") and "_stage" in self.__dict__:
-            return getattr(self._stage, name, None)
+        if name in ("submod", "dw_builder", "forward_contexts") and "_stage" in self.__dict__:
+            return contexts_of_stage(self._stage) if name == "forward_contexts" else getattr(self._stage, name, None)
         return super().__getattribute__(name)
+
+
+def in_context(stage: PipelineStage, microbatch: int) -> Callable[..., Any]:
+    """Return the module as it runs for a microbatch inside the context that is registered.
+
+    Raises:
+        StageError: from the call of what is returned, if the context hides an error of the module.
+    """
+    from bpipe.as_torch.stage_info import PipelineStageInfo
+
+    (context_factory,) = stage.forward_contexts.values()
+    index = stage.stage_index % (stage._depth * stage.directions)  # of a plan with paths, the same in each replica
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context_factory(PipelineStageInfo(stage_index=index, microbatch_index=microbatch)):
+            return (stage.adapter or stage.submod)(*args, **kwargs)
+        raise StageError(
+            f"stage {index}, microbatch {microbatch}: the forward context hides an error of the module, so that there is no "
+            "output: let the error pass"
+        )
+
+    return run
+
+
+def compare_examples(stage: PipelineStage, args: Sequence[Any], output: Any) -> None:
+    """Compare the examples that were given with the first microbatch, and forget them.
+
+    Raises:
+        StageError: a shape or a dtype differs, or there are more or fewer tensors.
+    """
+    examples, stage.examples = stage.examples, {}
+    check_examples(examples, stage.stage_index, args, output)
+
+
+def find_mesh(stage: PipelineStage, names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
+    """Return the mesh for this stage's shards of DTensors that come from a device mesh with these names and this shape.
+
+    Raises:
+        StageError: none is known.
+    """
+    mesh = mesh_among([*stage.submod.parameters(), *stage.submod.buffers()], names, shape)
+    if mesh is None and stage._get_mesh is not None and names is not None:
+        mesh = stage._get_mesh(names, None)
+    if mesh is None or tuple(mesh.shape) != shape:
+        raise StageError(
+            f"stage {stage.stage_index} gets a DTensor on a mesh {names} of shape {shape}, but it knows "
+            f"{'no such mesh' if mesh is None else f'only {mesh}'}: none of its parameters lies on one. Give PipelineStage "
+            "get_mesh=lambda names, layout: your_mesh[names]"
+        )
+    return mesh
+
+
+def mode_of(stage: PipelineStage, parts: ModuleSnapshot) -> str:
+    """Describe what affects results and saved bytes besides inputs: makeup, trainable parameters, mode, autocast, context."""
+    kind = stage.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return f"{parts.mode()} {autocast} {list(stage.forward_contexts)}"
+
+
+def as_replica(stage: PipelineStage, replica: int, num_replicas: int) -> PipelineStage:
+    """Return a stage as the one of a plan with paths, which counts the stages of all replicas; both have the same module."""
+    made = object.__new__(type(stage))
+    vars(made).update(vars(stage))
+    made.stage_index, made.num_stages = replica * stage.num_stages + stage.stage_index, num_replicas * stage.num_stages
+    return made
 
 
 def stages_of(given: Any, *, may_be_uneven: bool = False) -> dict[int, PipelineStage]:

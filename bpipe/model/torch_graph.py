@@ -1,34 +1,99 @@
-"""The graph of stages that torch's tracer has cut a model into: what passes a stage in between is refused when a stage is given."""
+"""The graph of stages that torch's tracer has cut a model into: values that later stages than the next one use become skips."""
 
 from __future__ import annotations
 
+import operator
+import re
 from typing import Any
 
-from bpipe.errors import ConfigurationError
+from bpipe.errors import ConfigurationError, StageError
+from bpipe.model.ties import MARK, Tie, mark_ties, shared_by
+from bpipe.skips.routes import Skip
 
 __all__: list[str] = []
 
 
-def check_neighbours(stage: Any) -> None:
-    """Raise if a stage of torch's tracer belongs to a model whose stages need values of others than the one before.
+class TracedCalls:
+    """How the stages of torch's tracer are called where one of them needs values of others than the one before.
 
-    Raises:
-        ConfigurationError: one does; it names both stages.
+    Args:
+        graph: calls the stages, one after the other.
     """
-    graph = getattr(getattr(stage, "pipe_info", None), "graph", None)
-    stages = [] if graph is None else [node for node in graph.nodes if node.op == "call_module"]
-    for index, node in enumerate(stages):
-        for source in map(_maker, node.all_input_nodes):
-            if source in stages and stages.index(source) != index - 1:
-                raise ConfigurationError(
-                    f"torch's tracer has cut the model so that stage {index} needs a value of stage {stages.index(source)}, which "
-                    "does not stand before it, and schedules hand values on from stage to stage: cut the model with "
-                    "bpipe.split_traced, which makes skips of such values (docs/skips.md)"
-                )
+
+    def __init__(self, graph: Any) -> None:
+        stages = stages_in(graph)
+        _check_outputs(graph, stages)
+        self._arguments: list[list[str]] = []  # of each stage
+        self._places: dict[str, Any] = {}  # of each value in its maker's result, which is None for the whole result
+        users: dict[str, Skip] = {}  # of each value, behind the stage that makes it
+        for user, node in enumerate(stages):
+            makers = {one: _maker(one) for one in node.args}
+            names = {one: f"skip_{one.name}" if maker in stages else str(one.target) for one, maker in makers.items()}
+            self._arguments.append(list(names.values()))
+            for one, maker in makers.items():
+                if maker in stages:
+                    self._places[names[one]] = None if one is maker else one.args[1]
+                    users[names[one]] = (*users.get(names[one], (stages.index(maker),)), user)
+        self.skips = {name: skip for name, skip in users.items() if skip != (skip[0], skip[0] + 1)}
+        self._passed = [[name for name in names if name in users.keys() - self.skips.keys()] for names in self._arguments]
+
+    def run(self, stage: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a stage's module as the tracer has left it, and return what it makes as a stage with skips does.
+
+        Raises:
+            StageError: an argument of the model that the stage needs was not given on its rank.
+        """
+        index = stage.stage_index
+        if index:
+            kwargs |= zip(self._passed[index], args)
+            if missing := [name for name in self._arguments[index] if name not in kwargs]:
+                raise StageError(f"stage {index} needs {', '.join(missing)} of the model's arguments: give them to step there")
+            args = tuple(kwargs.pop(name) for name in self._arguments[index])
+        result = stage.submod(*args, **kwargs)
+        if index + 1 == len(self._arguments):
+            return result
+        made = {name: self._value(name, result) for name, (source, *_) in self.skips.items() if source == index}
+        output = tuple(self._value(name, result) for name in self._passed[index + 1]) or None
+        return (output, made) if made else output
+
+    def _value(self, name: str, result: Any) -> Any:
+        place = self._places[name]
+        return result if place is None else result[place]
+
+
+CALL = re.compile(r"@\d+")  # the number of a call in the name of a module that is called several times
+
+
+def mark_copies(graph: Any, module: Any) -> None:
+    """Mark the weights that the tracer has copied, because several of its stages use them: it leaves them their name."""
+    model = getattr(graph, "owning_module", None)
+    if model is None or hasattr(module, MARK):
+        return
+    parts = [model.get_submodule(str(node.target)) for node in stages_in(graph)]
+    shared: dict[str, dict[int, list[str]]] = {}
+    for number, part in enumerate(parts):
+        for name, _ in part.named_parameters():
+            shared.setdefault(CALL.sub("", name), {}).setdefault(number, []).append(name)
+    copies: list[Tie] = [tie for tie in shared.values() if len(tie) > 1]
+    mark_ties(parts, [*shared_by(parts), *copies])
+
+
+def stages_in(graph: Any) -> list[Any]:
+    """Return the calls of a graph's stages; those that do not need each other stand in any order."""
+    return sorted((node for node in graph.nodes if node.op == "call_module"), key=lambda node: int(node.target.rpartition("_")[2]))
+
+
+def _check_outputs(graph: Any, stages: list[Any]) -> None:
+    """Raise a ConfigurationError if the model returns what another stage than the last one makes: schedules return the last's."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    for maker in map(_maker, output.all_input_nodes):
+        if maker in stages[:-1]:
+            raise ConfigurationError(
+                f"torch's tracer has cut the model so that it returns a value of stage {stages.index(maker)} of {len(stages)}, and "
+                "a schedule returns what the last stage does: let the model's last part take that value and return it"
+            )
 
 
 def _maker(node: Any) -> Any:
-    """Return the node whose value, or a part of it, a node of the graph of stages stands for."""
-    while node.op == "call_function" and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
+    """Return the node whose result, or an entry of it, a node of the graph of stages stands for."""
+    return node.args[0] if node.target is operator.getitem else node

@@ -106,9 +106,8 @@ class _AllToAll(torch.autograd.Function):
 def _exchanged(tensor: torch.Tensor, group: Any, output_splits: Any, input_splits: Any) -> torch.Tensor:
     """Start an exchange, let the other half run, and wait for the exchange."""
     given = tensor.contiguous()
-    num_rows = len(given) if output_splits is None else sum(output_splits)
-    taken = given.new_empty((num_rows, *given.shape[1:]))
     out, into = (None if rows is None else list(rows) for rows in (output_splits, input_splits))
+    taken = given.new_empty((len(given) if out is None else sum(out), *given.shape[1:]))
     work = dist.all_to_all_single(taken, given, out, into, group=group, async_op=True)
     change_over()
     work.wait()

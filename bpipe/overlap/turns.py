@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
+from functools import partial
+from math import inf
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
 from bpipe.device import random_state, set_random_state
 from bpipe.errors import StageError
+from bpipe.logs import warn_once
+from bpipe.recomputation.generators import PYTHON, GlobalNumPy, Source, are_equal, threads_beside
 
 __all__: list[str] = []
 
 LOOK_S = 0.2
-
-RandomStates = list[torch.Tensor | None]
 
 
 class Half(IntEnum):
@@ -40,20 +44,25 @@ class Half(IntEnum):
 
 
 class Turns:
-    """The turns of a forward and a backward. The forward begins; each half has random numbers of its own meanwhile.
+    """The turns of a forward and a backward. The forward begins; each half has random numbers of torch's own meanwhile.
 
     Args:
         devices: besides the CPU, those whose random numbers the halves may use.
+        sources: others that they may draw from, by name: Python's, NumPy's, and the generators of modules.
     """
 
-    def __init__(self, devices: list[torch.device]) -> None:
-        self._devices = devices
+    def __init__(self, devices: list[torch.device], sources: Mapping[str, Source | GlobalNumPy] = MappingProxyType({})) -> None:
+        self._sources = sources
+        self._torch = [Source(torch.get_rng_state, torch.set_rng_state), *map(_numbers_of, devices)]
+        self._global = {name for name, source in sources.items() if source is PYTHON or isinstance(source, GlobalNumPy)}
+        self._states = {name: source.get() for name, source in sources.items()}  # where the turn began
+        self._drew: dict[Half, set[str]] = {Half.FORWARD: set(), Half.BACKWARD: set()}
         self._changed = threading.Condition()
         self._turn = Half.FORWARD
         self._threads = [threading.get_ident(), 0]  # of each half
         self._ended: set[Half] = set()
-        self._random: dict[Half, RandomStates] = {}
-        self._before_backward: RandomStates = []
+        self._random: dict[Half, list[Any]] = {}  # of torch, where each half goes on
+        self._before_backward: list[Any] = []
         self.error: BaseException | None = None  # the first one of either half
 
     def begin_backward(self) -> None:
@@ -74,6 +83,7 @@ class Turns:
             StageError: the other half has failed.
         """
         with self._changed:
+            self._end_turn(half)
             if half.other not in self._ended:
                 self._random[half] = self._random_states()
                 self._give(half.other)
@@ -84,6 +94,8 @@ class Turns:
     def end(self, half: Half, error: BaseException | None = None) -> None:
         """Note that a half has ended, and let the other one run."""
         with self._changed:
+            if error is None:
+                self._end_turn(half)
             if self.error is None:
                 self.error = error or self._drawn(half)
             self._random[half] = self._random_states()
@@ -115,40 +127,56 @@ class Turns:
 
     def _wait_for(self, has_come: Callable[[], bool], seconds: float | None = None) -> bool:
         """Wait, and look up every now and then: Python handles Ctrl-C in its main thread, but only while that runs."""
-        end = None if seconds is None else time.monotonic() + seconds
-        while not has_come():
-            left = LOOK_S if end is None else min(LOOK_S, end - time.monotonic())
-            if left <= 0:
+        end = inf if seconds is None else time.monotonic() + seconds
+        while not self._changed.wait_for(has_come, min(LOOK_S, end - time.monotonic())):
+            if time.monotonic() >= end:
                 return False
-            self._changed.wait(left)
         return True
 
     def _check(self, half: Half) -> None:
         if self.error is not None:
             raise StageError(f"this {half.text} was stopped, because the {half.other.text} beside it has failed") from self.error
 
+    def _end_turn(self, half: Half) -> None:
+        """Note what a half has drawn in its turn; both may not draw from the same source, which one after the other would share."""
+        before, self._states = self._states, {name: source.get() for name, source in self._sources.items()}
+        self._drew[half] |= {name for name, state in self._states.items() if not are_equal(state, before[name])}
+        both = self._drew[half] & self._drew[half.other]
+        if both and both <= self._global and (threads := threads_beside(*self._threads)):
+            warn_once(
+                "numbers of pairs",
+                "random numbers were drawn both during a backward and during the forward beside it (%s), by these or by another "
+                "thread of this process (%s). If both draw them themselves, leave `schedule.overlap` unset: results depend on how "
+                "far the forward has come. If another thread does, as one that loads data, give it a generator of its own",
+                ", ".join(sorted(both)),
+                threads,
+            )
+        elif both and self.error is None:
+            self.error = StageError(
+                f"a backward and the forward beside it both draw random numbers ({', '.join(sorted(both))}), so its results would "
+                "depend on how far the forward has come: leave `schedule.overlap` unset for this model, or draw in forwards alone"
+            )
+
     def _drawn(self, half: Half) -> StageError | None:
         """Return an error if a backward has drawn random numbers, which it would have drawn after the forward's."""
-        if half is Half.FORWARD or not self._before_backward or self._are_equal(self._before_backward, self._random_states()):
+        if half is Half.FORWARD or all(map(are_equal, self._before_backward, self._random_states())):
             return None
         return StageError(
             "a backward draws random numbers, so its results would depend on how far the forward beside it has come: leave "
             "`schedule.overlap` unset for this model, or draw in the forward"
         )
 
-    def _random_states(self) -> RandomStates:
-        return [torch.get_rng_state(), *map(random_state, self._devices)]
+    def _random_states(self) -> list[Any]:
+        return [source.get() for source in self._torch]
 
     def _restore(self, half: Half) -> None:
-        of_cpu, *others = self._random[half]
-        assert of_cpu is not None
-        torch.set_rng_state(of_cpu)
-        for state, device in zip(others, self._devices):
-            set_random_state(state, device)
+        for source, state in zip(self._torch, self._random[half]):
+            source.set(state)
 
-    @staticmethod
-    def _are_equal(one: RandomStates, other: RandomStates) -> bool:
-        return all(a is None or b is None or torch.equal(a, b) for a, b in zip(one, other))
+
+def _numbers_of(device: torch.device) -> Source:
+    """Return the random numbers of torch on an asynchronous device."""
+    return Source(partial(random_state, device), partial(set_random_state, device=device))
 
 
 _RUNNING: list[Turns] = []  # one for each pipeline of the process that runs a pair now

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+from bpipe.device.thread_state import ThreadState, devices_in_use
+from bpipe.errors import StageError
 from bpipe.logs import LOG
-from bpipe.overlap.thread_state import ThreadState, bound_to_thread, devices_in_use
 from bpipe.overlap.turns import Half, Turns, running
+from bpipe.recomputation.generators import PYTHON, GlobalNumPy, Source
+from bpipe.torch_private.engine_and_graph import hooks_around
+from bpipe.torch_private.modes import dispatch_modes, function_modes
 
 __all__ = ["TwoThreads"]
 
@@ -32,7 +36,8 @@ class TwoThreads:
         grace_s: after one half has failed, seconds that the other one gets to end, or to reach a point where it changes over.
 
     Raises:
-        StageError: from a call, if a backward draws random numbers; else the error of the half that failed first.
+        StageError: from a call, if a backward draws torch's random numbers, or other ones that the forward beside it draws, too
+            (a warning instead, if another thread may have drawn these); else the error of the half that failed first.
 
     Example:
         >>> order = []
@@ -50,19 +55,30 @@ class TwoThreads:
         self._grace_s = grace_s
         self._has_warned = False
         self._worker: _Worker | None = None
+        self._global: dict[str, Source | GlobalNumPy] = {"Python's numbers": PYTHON, "NumPy's numbers": GlobalNumPy()}
+        self._sources = self._global
+
+    def begin_step(self, sources: Sequence[Source]) -> None:
+        """Learn the generators of the modules and the loss that a step runs: from these, too, only one half of a pair may draw."""
+        own = {f"generator {number} of the rank's modules": one for number, one in enumerate(sources)}
+        self._sources = {**self._global, **own}
 
     def __repr__(self) -> str:
         return f"TwoThreads(grace_s={self._grace_s:g})"
 
     def __call__(self, forward: Work, backward: Work) -> None:
         """Run both, and return when both have ended."""
-        if why := bound_to_thread():
-            self._warn(why)
+        if why := _bound_to_thread():
+            if not self._has_warned:
+                LOG.warning(
+                    "forwards and backwards run one after the other, because %s is active, which belongs to one thread", why
+                )
+            self._has_warned = True
             forward()
             backward()
             return
         devices = devices_in_use()
-        turns, state = Turns(devices), ThreadState(devices)
+        turns, state = Turns(devices, self._sources), ThreadState(devices)
         worker, self._worker = self._worker or _Worker(), None  # a thread whose work has not ended is lost
         try:
             with running(turns):
@@ -93,10 +109,14 @@ class TwoThreads:
                 turns.end(Half.FORWARD, error)
         return turns.join(Half.BACKWARD, self._grace_s)
 
-    def _warn(self, why: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            LOG.warning("forwards and backwards run one after the other, because %s is active, which belongs to one thread", why)
+
+def _bound_to_thread() -> str:
+    """Return what is active in the calling thread that no other thread can have, too; empty if nothing is."""
+    if function_modes():
+        return "a torch function mode, such as a default device"
+    if dispatch_modes():
+        return "a torch dispatch mode"
+    return "a saved-tensor hook around the step" if hooks_around() is not None else ""
 
 
 def _run_backward(backward: Work, turns: Turns, state: ThreadState) -> None:
@@ -115,7 +135,14 @@ class _Worker:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[Work | None] = SimpleQueue()
-        threading.Thread(target=_serve, args=(self._queue,), name="bpipe-backward", daemon=True).start()
+        thread = threading.Thread(target=_serve, args=(self._queue,), name="bpipe-backward", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise StageError(
+                f"TwoThreads takes a second thread, and none can start ({error}): raise the limit of threads (`ulimit -u`, or the "
+                "container's), or leave schedule.overlap unset"
+            ) from error
         weakref.finalize(self, self._queue.put, None)
 
     def put(self, work: Work) -> None:

@@ -13,6 +13,7 @@ from bpipe.engine.settings import changed
 from bpipe.errors import StageError
 from bpipe.model.stage import ModuleSnapshot
 from bpipe.schedules import Action, Op
+from bpipe.torch_private.ddp_reducer import DELAYS, averages_check, forget_backward, make_buffers_equal, option_of
 
 __all__: list[str] = []
 
@@ -21,7 +22,7 @@ REFUSED = {
     "find_unused_parameters": "it searches unused parameters from each forward's outputs, which a pipeline has already sent",
     "static_graph": "it expects one backward per step, but a pipeline runs one for each microbatch",
     "mixed_precision": "it frees its low precision weights after each backward, but other microbatches still need them",
-    "_delay_all_reduce_all_params": "it sums all gradients after one backward, but a pipeline runs one for each microbatch",
+    DELAYS: "it sums all gradients after one backward, but a pipeline runs one for each microbatch",
 }
 
 
@@ -67,7 +68,7 @@ class Replicated:
         except BaseException as error:
             for replica in reducing:
                 with noted_on(error):
-                    _abandon(replica)
+                    forget_backward(replica)  # otherwise the next forward would refuse to run
             raise
         for replica in reducing:
             replica.require_forward_param_sync = True  # buffers are synchronised before the next forward, as without a pipeline
@@ -76,8 +77,7 @@ class Replicated:
 def equalise_buffers(modules: Iterable[nn.Module]) -> None:
     """Make the buffers of replicas equal as the next forward would: a forward that runs twice must find the same values."""
     for replica in replicas_in(modules):
-        if replica._check_sync_bufs_pre_fwd():
-            replica._sync_buffers()
+        if make_buffers_equal(replica):
             replica.require_forward_param_sync = False
 
 
@@ -87,23 +87,18 @@ def replicas_in(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
 
 def _check(replica: DistributedDataParallel, stage: int) -> None:
     for option, reason in REFUSED.items():
-        if getattr(replica, option, None):
-            name = "delay_all_reduce_named_params" if option.startswith("_") else option
+        if option_of(replica, option):
+            name = "delay_all_reduce_named_params" if option == DELAYS else option
             raise StageError(
                 f"stage {stage} is under DistributedDataParallel with {name}={getattr(replica, option)}: {reason}. "
                 "Leave that option out, or use fully_shard"
             )
 
 
-def _abandon(replica: DistributedDataParallel) -> None:
-    """Cancel the averages that a backward has begun and will not finish: otherwise the next forward would refuse to run."""
-    if hasattr(replica.reducer, "_reset_state"):
-        replica.reducer._reset_state()
-
-
 def _check_reduced(replica: DistributedDataParallel, action: Action) -> None:
+    check = averages_check(replica)
     try:
-        replica.reducer._check_reducer_finalized()
+        check()
     except RuntimeError as error:
         raise StageError(
             f"stage {action.stage}: some parameters under DistributedDataParallel got no gradient in the last microbatch's "

@@ -23,6 +23,18 @@ from bpipe.model.stage import ModuleSnapshot
 from bpipe.parallel.ddp import Replicated, last_of
 from bpipe.plan.action import SHARDING
 from bpipe.schedules import Action, Op
+from bpipe.torch_private.fsdp_states import (
+    end_backward,
+    forget_gathering,
+    free,
+    gathered,
+    groups_of,
+    is_root,
+    pass_over,
+    shared_by,
+    state_of,
+    streams_of,
+)
 
 __all__: list[str] = []
 
@@ -30,13 +42,12 @@ REDUCING = ("reduce_grads", "all_reduce_grads")
 # The attributes of a parameter group that keep FSDP from freeing weights by itself after a forward or a backward.
 KEEPING = {"post_forward_mesh_info": None, "reshard_after_backward": False}
 BACKWARDS = (Op.B, Op.I, Op.W)
-GATHERED = "_unsharded_param"
 
 
 def trained(modules: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the parameters that an optimizer trains: the sharded ones for those that FSDP2 has gathered in their place."""
-    groups = [group for unit in units_in(modules) for group in _groups(unit._get_fsdp_state())]
-    kept = {id(one._unsharded_param): one.sharded_param for group in groups for one in group.fsdp_params if hasattr(one, GATHERED)}
+    shards = (one for unit in units_in(modules) for group in groups_of(unit) for one in group.fsdp_params)
+    kept = {id(whole): one.sharded_param for one in shards if (whole := gathered(one)) is not None}
     return [kept.get(id(parameter), parameter) for parameter in parameters]
 
 
@@ -113,13 +124,11 @@ class _ShardedStage:
 
     @contextmanager
     def passive(self) -> Iterator[None]:
-        states = [unit._get_fsdp_state() for unit in self._units]
-        for state in states:
-            state._lazy_init()
-        groups = [group for state in states for group in _groups(state)]
+        states = [state_of(unit) for unit in self._units]
+        groups = [group for unit in self._units for group in groups_of(unit)]
         self._without = [parameter for group in groups for parameter in group.fsdp_params]
         self._never_gathered = groups
-        self._roots = [state for state in states if state._is_root]
+        self._roots = [state for state in states if is_root(state)]
         kept = groups if self.is_planned else [group for group in groups if group.post_forward_mesh_info is None]
         self.frees_after_backward = any(group.reshard_after_backward for group in groups if group not in kept)
         self._reducing = [(group, name, getattr(group, name)) for group in groups for name in REDUCING]
@@ -140,21 +149,22 @@ class _ShardedStage:
         """
         for group in groups:
             if group.device.type == "cpu":
-                group._all_gather_result = None
+                forget_gathering(group)
         for parameter in (parameter for group in groups for parameter in group.fsdp_params):
-            parameter.unsharded_accumulated_grad = None
-            if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # until torch 2.14; then the gathered one has that gradient
+                parameter.unsharded_accumulated_grad = None
+            if (whole := gathered(parameter)) is not None:
+                whole.grad = None
         for root in self._roots:
-            root._state_ctx.iter_forward_root = None  # or the next forward would not begin as the first one
-        ending = [(root._state_ctx, "is_last_backward", True) for root in self._roots]
+            shared_by(root).iter_forward_root = None  # or the next forward would not begin as the first one
+        ending = [(shared_by(root), "is_last_backward", True) for root in self._roots]
         with changed([*((group, "reshard_after_backward", True) for group in groups), *ending]):
             self.collect()
 
     def _passive(self, groups: Iterable[Any]) -> Iterator[Setting]:
         yield from ((group, name, False) for group in groups for name in REDUCING)
         if self.is_planned:
-            yield from ((root._state_ctx, "is_last_backward", False) for root in self._roots)
+            yield from ((shared_by(root), "is_last_backward", False) for root in self._roots)
 
     def order_gatherings(self) -> None:
         """Make FSDP's next copy of weights for an all-gather wait for its last all-gather, whose memory it may be given.
@@ -163,12 +173,13 @@ class _ShardedStage:
         the computation waits for them then, but not the stream on which they were allocated, and on which the next ones will be.
         """
         for root in self._roots:
-            streams = root._comm_ctx
+            streams = streams_of(root)
             streams.all_gather_copy_in_stream.wait_stream(streams.all_gather_stream)
 
     def separate(self) -> None:
         """Separate the unsharded gradients of a backward, so that no two share memory, as `NewGradients` does with all others."""
-        apart([parameter._unsharded_param for parameter in self._without if _unsharded_gradient(parameter) is not None])
+        wholes = [whole for parameter in self._without if (whole := gathered(parameter)) is not None]
+        apart([whole for whole in wholes if whole.grad is not None])
         self._without = [parameter for parameter in self._without if _unsharded_gradient(parameter) is None]
 
     def unshard(self) -> None:
@@ -183,7 +194,7 @@ class _ShardedStage:
 
     def reduce(self) -> None:
         """Add the gradients up over the data-parallel ranks, unless the user has switched that off for now."""
-        last = [(root._state_ctx, "is_last_backward", True) for root in self._roots] if self.is_planned else []
+        last = [(shared_by(root), "is_last_backward", True) for root in self._roots] if self.is_planned else []
         with changed([*self._reducing, *last]):
             self.collect()
 
@@ -194,7 +205,7 @@ class _ShardedStage:
         """
         self.pass_over()
         for root in self._roots:
-            root._root_post_backward_final_callback()
+            end_backward(root)
 
     def pass_over(self) -> None:
         """Let the end of a backward pass over parameters that were never gathered.
@@ -203,7 +214,7 @@ class _ShardedStage:
         """
         self._never_gathered = [group for group in self._never_gathered if not _was_gathered(group)]
         for group in self._never_gathered:
-            group._training_state = type(group._training_state).POST_BACKWARD
+            pass_over(group)
 
 
 @contextmanager
@@ -213,33 +224,27 @@ def _freed(units: Sequence[Any]) -> Iterator[None]:
     They would stay in the module instead of the parameters that have gradients, and, after the optimizer's next step, have the
     old values. Weights that the user has gathered stay.
     """
-    sharded = [group for unit in units for group in _groups(unit._get_fsdp_state()) if group.is_sharded]
+    sharded = [group for unit in units for group in groups_of(unit) if group.is_sharded]
     try:
         yield
     finally:
         for group in sharded:
-            group._to_sharded()
-
-
-def _groups(state: Any) -> list[Any]:
-    """Return the parameter groups of a module: several since torch 2.12, at most one before."""
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+            free(group)
 
 
 def communicates(unit: Any) -> bool:
     """Return whether a module under FSDP2 shares its weights with another rank: in a mesh of one rank it waits for nobody."""
-    return any(group.mesh_info.mesh.size() > 1 for group in _groups(unit._get_fsdp_state()))
+    return any(group.mesh_info.mesh.size() > 1 for group in groups_of(unit))
 
 
 def _was_gathered(group: Any) -> bool:
-    return all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
+    return all(gathered(parameter) is not None for parameter in group.fsdp_params)
 
 
 def _unsharded_gradient(parameter: Any) -> torch.Tensor | None:
     """Return the gradient that adds up before it is reduced, if any; `parameter` is FSDP's, and may not be gathered yet."""
-    return parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
+    whole = gathered(parameter)
+    return None if whole is None else whole.grad
 
 
 def units_in(modules: Iterable[nn.Module]) -> list[Any]:

@@ -9,7 +9,7 @@ the same weights. What was in `.grad` before the step is set aside meanwhile, be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bpipe.comm.transport.base import Transfer
+from bpipe.comm.wire.dtensor import is_dtensor
 from bpipe.engine.traffic import Traffic
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.model.stage import ModuleSnapshot
@@ -27,9 +28,12 @@ from bpipe.parallel.fsdp import trained
 from bpipe.plan.plan import Plan
 from bpipe.recomputation.checksums import sum_of_bits
 from bpipe.schedules import Action, Channel, Purpose
+from bpipe.torch_private.modules import OF_ALL, SEES_HOOKS, hooks_of
+from bpipe.torch_private.owners_and_versions import hooks_on
 
 __all__: list[str] = []
 
+WRAPPERS = "torch.nn.parallel."  # DDP's settings name its rank's GPU; the module inside is looked at by itself
 COPY = "_bpipe_copy"  # the attribute of a twin: whether another rank counts its gradient when gradients are clipped
 
 
@@ -65,6 +69,71 @@ def _checksum(stage: int, parameters: Sequence[nn.Parameter], sharing: Mapping[i
         values = int(sum_of_bits(_local(parameter.detach()))) if with_values else 0
         total = (31 * (total + values) + crc32(looks.encode())) % 2**61
     return total
+
+
+def kinds_of(parts: Mapping[int, ModuleSnapshot]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return two checksums for each stage, in ascending order, by which twins compare what they compute.
+
+    The first is of what decides it: classes, modes, settings of torch's own modules, functions that modules hold. The second is of
+    what may decide it: settings of the user's classes, and hooks.
+    """
+    ordered = [parts[stage] for stage in sorted(parts)]
+    kinds = [tuple(zip(*_kinds(one.modules))) for one in ordered]
+    hooks = [[[*map(_function, its.values())] for one in part.parameters for its in hooks_on(one)] for part in ordered]
+    return tuple(_sum(sure) for sure, _ in kinds), tuple(_sum([likely, on]) for (_, likely), on in zip(kinds, hooks))
+
+
+def _sum(value: object) -> int:
+    return crc32(repr(value).encode())
+
+
+def _kinds(modules: Iterable[nn.Module]) -> Iterator[tuple[object, object]]:
+    sums: dict[int, int] = {}  # of holders of settings, such as a configuration that all modules have
+    for module in modules:
+        sure, likely = _kind(module)
+        own = {} if type(module).__module__.startswith(WRAPPERS) else vars(module)
+        holders = {name: one for name, one in own.items() if name not in OF_ALL and _holds_settings(one)}
+        sums |= {id(one): _sum(_settings_of(one)) for one in holders.values() if id(one) not in sums}
+        yield sure, (likely, {name: sums[id(one)] for name, one in holders.items()})
+
+
+def _holds_settings(value: object) -> bool:
+    """Return whether a value is a dict, or an object of a class of the user's."""
+    is_users = hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in ("torch", "bpipe")
+    return isinstance(value, dict) or (is_users and not callable(value))
+
+
+def _settings_of(value: Any) -> dict[object, object]:
+    settings = value if isinstance(value, dict) else vars(value)
+    return {name: one for name, one in settings.items() if _is_plain(name) and _is_plain(one)}
+
+
+def _kind(module: nn.Module) -> tuple[object, object]:
+    cls, own = type(module), {name: value for name, value in vars(module).items() if name not in OF_ALL}
+    functions = {name: _function(value) for name, value in own.items() if callable(value) and not isinstance(value, nn.Module)}
+    settings = {name: value for name, value in own.items() if name not in functions and _is_plain(value)}
+    hooks = [_function(hook) for its in hooks_of(module) for hook in its.values()] if SEES_HOOKS else []
+    is_torchs = cls.__module__.startswith("torch.nn.")
+    settings = {} if cls.__module__.startswith(WRAPPERS) else settings
+    what = cls.__module__, cls.__qualname__, module.training, functions, settings if is_torchs else {}
+    return what, ({} if is_torchs else settings, hooks)
+
+
+def _function(value: Any) -> object:
+    """Return what tells one function from another one in all processes: its name, its code, and what a partial one is given."""
+    if isinstance(value, partial):
+        return _function(value.func), [one for one in (*value.args, *value.keywords.items()) if _is_plain(one)]
+    code = getattr(value, "__code__", None)
+    compiled = None if code is None else (code.co_code.hex(), code.co_names, [one for one in code.co_consts if _is_plain(one)])
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return getattr(named, "__module__", None), named.__qualname__, compiled
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value looks the same in all processes if it is the same."""
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype))
 
 
 def held_by(parts: Mapping[int, ModuleSnapshot]) -> int:
@@ -188,6 +257,6 @@ def _gradient(parameter: nn.Parameter, stage: int) -> torch.Tensor:
 
 def _local(tensor: Any) -> torch.Tensor:
     """Return this rank's shard of a DTensor, or the tensor itself."""
-    shard: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
-    whole: torch.Tensor = tensor
-    return whole if shard is None else shard
+    with torch.no_grad():  # otherwise it would be a view of the shard, with a graph
+        shard: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return shard

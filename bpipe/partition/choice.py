@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bpipe.estimate.columns import columns
+from bpipe.partition.layers import OF_STAGES
 from bpipe.simulator.costs import Costs
 
 __all__ = ["StageChoice"]
@@ -56,15 +58,7 @@ class StageChoice:
     @property
     def costs(self) -> Costs:
         """The stages' costs, with free links, as `bpipe.schedules.simulate` takes them: of whole microbatches."""
-        return Costs(
-            forward_s=self.forward_s,
-            backward_s=self.backward_s,
-            input_s=self.input_s,
-            weight_s=self.weight_s,
-            saved_bytes=self.saved_bytes,
-            output_bytes=self.output_bytes,
-            static_bytes=self.static_bytes,
-        )
+        return Costs(**{name: getattr(self, name) for name in OF_STAGES})
 
     @property
     def rank_s(self) -> tuple[float, ...]:
@@ -81,13 +75,11 @@ class StageChoice:
     def __str__(self) -> str:
         head = ("stage", "rank", "modules", "forward ms", "backward ms", "saved MiB", "static MiB")
         rows = [head, *(self._row(stage) for stage in range(len(self.stages)))]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         slowest, fullest = (values.index(max(values)) for values in (self.rank_s, self.rank_bytes))
-        lines = ["  ".join(_aligned(cell, width, at == 2) for at, (cell, width) in enumerate(zip(row, widths))) for row in rows]
         cut = f" of {self.slices} slices" if self.slices > 1 else ""
         return "\n".join(
             [
-                *(line.rstrip() for line in lines),
+                *columns(rows, numbers={*range(len(head))} - {head.index("modules")}),
                 f"{self.schedule}, {self.num_microbatches} microbatches{cut}: a step of {1e3 * self.step_s:.4g} ms, simulated",
                 f"slowest: rank {slowest}, {1e3 * self.rank_s[slowest]:.4g} ms per microbatch; "
                 f"fullest: rank {fullest}, {_mib(self.rank_bytes[fullest])} MiB",
@@ -106,10 +98,6 @@ class StageChoice:
             _mib(self.saved_bytes[stage]),
             _mib(self.static_bytes[stage]),
         )
-
-
-def _aligned(cell: str, width: int, is_text: bool) -> str:
-    return cell.ljust(width) if is_text else cell.rjust(width)
 
 
 def _mib(num_bytes: int) -> str:

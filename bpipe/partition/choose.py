@@ -7,15 +7,14 @@ schedule's plan says what each rank holds, so that any schedule, several stages 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, get_args
 
+from bpipe.checks import check_count, check_length, of_each_rank
 from bpipe.errors import BudgetError, ConfigurationError
-from bpipe.estimate.checks import check_count
 from bpipe.partition.choice import StageChoice
 from bpipe.partition.cut_search import Ends, best_of_all, even, improved, narrowest, pieces
 from bpipe.partition.holdings import Holdings
-from bpipe.partition.layers import Chain, LayerCost
+from bpipe.partition.layers import OF_STAGES, Chain, LayerCost
 from bpipe.schedules import Link, Plan, build, simulate
 from bpipe.schedules.registry import rule_named
 
@@ -89,7 +88,7 @@ def choose_stages(
     weights = None if slice_lengths is None else _weights(slice_lengths, slices)
     task = Task(Chain(layers), plan, _limits(memory_bytes, plan.num_ranks), weights)
     ends = task.best(by_time=objective == "time")
-    if not task.fits(ends):
+    if task.excess(task.rank_bytes(ends)):
         raise BudgetError(_too_full(task, ends))
     return task.choice(ends, link or Link())
 
@@ -114,10 +113,10 @@ class Task:
 
     def score(self, ends: Ends, *, by_time: bool) -> tuple[float, ...]:
         """Score cuts, lower is better: the excess over the limits, the slowest rank, the fullest (or vice versa), then the next."""
-        seconds, num_bytes = sorted(self.rank_s(ends), reverse=True), self.rank_bytes(ends)
-        excess = max(0.0, *(held - limit for held, limit in zip(num_bytes, self.limits)))
-        first, second = (seconds, sorted(num_bytes, reverse=True))[:: 1 if by_time else -1]
-        return (excess, first[0], second[0], *first[1:], *second[1:])
+        num_bytes = self.rank_bytes(ends)
+        largest = sorted(self.rank_s(ends), reverse=True), sorted(num_bytes, reverse=True)
+        first, second = largest if by_time else largest[::-1]
+        return (self.excess(num_bytes), first[0], second[0], *first[1:], *second[1:])
 
     def rank_s(self, ends: Ends) -> list[float]:
         """Return the seconds that each rank computes for a microbatch."""
@@ -132,9 +131,9 @@ class Task:
         static = [self.chain.static_bytes(*piece) for piece in pieces(ends)]
         return [self.holdings.num_bytes(rank, saved, static) for rank in range(self.plan.num_ranks)]
 
-    def fits(self, ends: Ends) -> bool:
-        """Return whether every rank is within its limit."""
-        return all(held <= limit for held, limit in zip(self.rank_bytes(ends), self.limits))
+    def excess(self, num_bytes: Sequence[int]) -> float:
+        """Return by how many bytes a rank exceeds its limit, at most; 0 if none does."""
+        return max(0.0, *(held - limit for held, limit in zip(num_bytes, self.limits)))
 
     def _exact(self, by_time: bool) -> Ends:
         """Find the best cuts where each rank holds one stage and nothing else, so that a stage's cost depends on it alone."""
@@ -168,25 +167,18 @@ class Task:
     def choice(self, ends: Ends, link: Link) -> StageChoice:
         """Return the choice that these cuts make, with the costs of its stages and the simulated step."""
         chain, stages = self.chain, pieces(ends)
-        made = StageChoice(
+        costs = chain.costs(stages, link=link)
+        lengths = None if self.weights is None else [weight / sum(self.weights) for weight in self.weights]
+        return StageChoice(
             stages=tuple(chain.names(*piece) for piece in stages),
             schedule=self.plan.name,
             num_microbatches=self.plan.num_microbatches,
             stage_ranks=self.plan.stage_ranks,
-            forward_s=tuple(chain.forward_s(*piece) for piece in stages),
-            backward_s=tuple(chain.backward_s(*piece) for piece in stages),
-            input_s=tuple(chain.input_s(*piece) for piece in stages),
-            weight_s=tuple(chain.weight_s(*piece) for piece in stages),
-            saved_bytes=tuple(chain.saved_bytes(*piece) for piece in stages),
-            output_bytes=tuple(chain.layers[end - 1].output_bytes for _, end in stages),
-            static_bytes=tuple(chain.static_bytes(*piece) for piece in stages),
             rank_bytes=tuple(self.rank_bytes(ends)),
-            step_s=0.0,
+            step_s=simulate(self.plan, costs.of_slices(self.plan, lengths=lengths)).makespan_s,
             slices=self.plan.slices,
+            **{name: getattr(costs, name) for name in OF_STAGES},
         )
-        lengths = None if self.weights is None else [weight / sum(self.weights) for weight in self.weights]
-        costs = replace(made.costs, link=link).of_slices(self.plan, lengths=lengths)
-        return replace(made, step_s=simulate(self.plan, costs).makespan_s)
 
 
 def _weights(lengths: Sequence[float], slices: int) -> list[int]:
@@ -197,9 +189,8 @@ def _weights(lengths: Sequence[float], slices: int) -> list[int]:
 
 
 def _limits(memory_bytes: int | Sequence[int | None] | None, num_ranks: int) -> Limits:
-    given = [memory_bytes] * num_ranks if memory_bytes is None or isinstance(memory_bytes, int) else list(memory_bytes)
-    if len(given) != num_ranks:
-        raise ConfigurationError(f"memory_bytes has {len(given)} entries: give one number, or one for each of {num_ranks} ranks")
+    given = of_each_rank(memory_bytes, num_ranks)
+    check_length("memory_bytes", given, num_ranks, "ranks")
     for one in given:
         if one is not None:
             check_count("memory_bytes", one)

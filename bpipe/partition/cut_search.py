@@ -19,11 +19,54 @@ MOST_SCORED = 20_000  # scores after which there is no further kick
 LONGEST_BLOCK = 8
 
 
-def narrowest(num_layers: int, num_stages: int, cost: Cost, fits: Callable[[int, int, int], bool] | None = None) -> Ends | None:
-    """Cut so that the most expensive stage costs as little as possible, by dynamic programming.
+def cheapest(
+    num_layers: int,
+    numbers: Sequence[int],
+    cost: Cost,
+    joined: Callable[[float, float], float],
+    *,
+    of_none: float = 0.0,
+    most: float = inf,
+) -> dict[int, tuple[float, Ends]]:
+    """Cut into each of some numbers of stages so that what their costs come to together is the least, by dynamic programming.
 
-    best[x][end] is the least that the most expensive of stages 0 to x can cost if they have the layers before `end`: the minimum
-    of max(best[x - 1][start], cost(x, start, end)) over all starts.
+    best[end] is the least that the stages so far come to if they have the layers before `end`: the minimum of
+    joined(best[start], cost(stage, start, end)) over all starts.
+
+    Args:
+        cost: `cost(stage, start, end)`; infinite where a stage may not have these layers.
+        joined: what stages come to together with one more stage, at least as much as before: `max`, or a sum.
+        of_none: what no stages come to.
+        most: what a stage may cost.
+
+    Returns:
+        By the number of stages, what they come to, and the ends; infinite if there is no such cut.
+    """
+    best = [of_none, *[inf] * num_layers]
+    choices: list[list[int]] = []
+    found: dict[int, tuple[float, Ends]] = {}
+    for stage in range(max(numbers)):
+        lowest, chosen = [inf] * (num_layers + 1), [0] * (num_layers + 1)
+        following = min(number for number in numbers if number > stage) - stage - 1  # each of these needs a layer, too
+        for end in range(stage + 1, num_layers - following + 1):
+            low = inf
+            for begin in range(stage, end):
+                before = best[begin]
+                if before < low and (one := cost(stage, begin, end)) <= most and (total := joined(before, one)) < low:
+                    low, chosen[end] = total, begin
+            lowest[end] = low
+        best = lowest
+        choices.append(chosen)
+        if stage + 1 in numbers:
+            ends = [num_layers]
+            for starts in reversed(choices):
+                ends.append(starts[ends[-1]])
+            found[stage + 1] = best[num_layers], tuple(reversed(ends))
+    return found
+
+
+def narrowest(num_layers: int, num_stages: int, cost: Cost, fits: Callable[[int, int, int], bool] | None = None) -> Ends | None:
+    """Cut so that the most expensive stage costs as little as possible.
 
     Args:
         cost: `cost(stage, start, end)`.
@@ -32,47 +75,17 @@ def narrowest(num_layers: int, num_stages: int, cost: Cost, fits: Callable[[int,
     Returns:
         The ends, or None where nothing fits.
     """
-    best = [inf] * (num_layers + 1)
-    best[0] = -inf
-    choices: list[list[int]] = []
-    for stage in range(num_stages):
-        least, chosen = [inf] * (num_layers + 1), [-1] * (num_layers + 1)
-        for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
-            for start in range(stage, end):
-                if best[start] >= least[end] or (fits is not None and not fits(stage, start, end)):
-                    continue
-                dearest = max(best[start], cost(stage, start, end))
-                if dearest < least[end]:
-                    least[end], chosen[end] = dearest, start
-        best = least
-        choices.append(chosen)
-    if best[num_layers] == inf:
-        return None
-    return _ends(choices, num_layers)
+
+    def where_it_fits(stage: int, start: int, end: int) -> float:
+        return cost(stage, start, end) if fits is None or fits(stage, start, end) else inf
+
+    dearest, ends = cheapest(num_layers, [num_stages], where_it_fits, max, of_none=-inf)[num_stages]
+    return None if dearest == inf else ends
 
 
 def most_alike(num_layers: int, num_stages: int, cost: Cost) -> Ends:
-    """Cut so that stages cost as much as each other, by dynamic programming: the sum of the squares of their costs is minimal."""
-    best = [0.0, *[inf] * num_layers]
-    choices: list[list[int]] = []
-    for stage in range(num_stages):
-        least, chosen = [inf] * (num_layers + 1), [-1] * (num_layers + 1)
-        for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
-            for start in range(stage, end):
-                total = best[start] + cost(stage, start, end) ** 2
-                if total < least[end]:
-                    least[end], chosen[end] = total, start
-        best = least
-        choices.append(chosen)
-    return _ends(choices, num_layers)
-
-
-def _ends(choices: Sequence[Sequence[int]], num_layers: int) -> Ends:
-    """Return the ends of the stages, given for each stage where it begins for each end."""
-    ends = [num_layers]
-    for chosen in reversed(choices):
-        ends.append(chosen[ends[-1]])
-    return tuple(reversed(ends))
+    """Cut so that stages cost as much as each other: the sum of the squares of their costs is minimal."""
+    return cheapest(num_layers, [num_stages], cost, lambda total, one: total + one**2)[num_stages][1]
 
 
 def best_of_all(num_layers: int, num_stages: int, score: Score) -> Ends | None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
+from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.checks import check_count
+from bpipe.simulator.costs import Costs
 
 __all__ = ["LayerCost"]
+
+OF_STAGES = ("forward_s", "backward_s", "input_s", "weight_s", "saved_bytes", "output_bytes", "static_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +71,7 @@ class Chain:
         self.layers = tuple(layers)
         self._forward = _sums(layer.forward_s for layer in self.layers)
         self._backward = _sums(layer.backward_s for layer in self.layers)
-        halves = [_halves_s(layer) for layer in self.layers]
+        halves = [halves_s(layer) for layer in self.layers]
         self._input, self._weight = _sums(input_s for input_s, _ in halves), _sums(weight_s for _, weight_s in halves)
         self._saved = _sums(layer.saved_bytes for layer in self.layers)
         self._shared = _sums(layer.shared_bytes for layer in self.layers)
@@ -110,12 +114,21 @@ class Chain:
         """Return the bytes that stay throughout."""
         return int(self._static[end] - self._static[start])
 
+    def output_bytes(self, start: int, end: int) -> int:
+        """Return the bytes that the last of these layers sends."""
+        return self.layers[end - 1].output_bytes
+
+    def costs(self, stages: Sequence[tuple[int, int]], **options: Any) -> Costs:
+        """Return what stages cost, given the start and the end of each, with other options of `Costs`."""
+        of_stages: dict[str, Any] = {name: tuple(getattr(self, name)(*stage) for stage in stages) for name in OF_STAGES}
+        return Costs(**of_stages, **options)
+
     def names(self, start: int, end: int) -> tuple[str, ...]:
         """Return the names of these layers' modules."""
         return tuple(name for layer in self.layers[start:end] for name in layer.names)
 
 
-def _halves_s(layer: LayerCost) -> tuple[float, float]:
+def halves_s(layer: LayerCost) -> tuple[float, float]:
     """Return the seconds of the halves of a layer's backward."""
     input_s = layer.backward_s / 2 if layer.input_s is None else layer.input_s
     return input_s, max(0.0, layer.backward_s - input_s) if layer.weight_s is None else layer.weight_s

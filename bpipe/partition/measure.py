@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import FlopCounterMode
 
 from bpipe.backward.autograd import edges_of, enter
+from bpipe.checks import check_count, check_positive
 from bpipe.device import synchronize
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.bench import Forward, halves_s
-from bpipe.estimate.checks import check_count, check_positive
 from bpipe.memory.saved.storages import element_bytes
 from bpipe.model.preserve_state import preserved_state
 from bpipe.partition.layers import LayerCost
-from bpipe.partition.name_lists import Names, is_container, is_series
+from bpipe.partition.name_lists import CONTAINERS, Names, is_series
 from bpipe.partition.observe import Loss, Seen, observed
+from bpipe.torch_private.pytrees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = ["measure_layers"]
 
@@ -87,16 +87,18 @@ def measure_layers(
     check_count("repeats", repeats)
     check_positive("flops_per_s", flops_per_s)
     names = Names(model)
+    if isinstance(layers, str):
+        raise ConfigurationError(f"layers={layers!r}: give a list of names, such as [{layers!r}]")
     groups = None if layers is None else [(one,) if isinstance(one, str) else tuple(one) for one in layers]
     modules = _modules(names, groups)
     args = example if isinstance(example, tuple) else (example,)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if is_meta:
         args, kwargs, target = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs, target))
-    clock = _Flops(flops_per_s) if is_meta else _Clock(repeats, _devices(model, args, kwargs))
+    measured, num_runs = (_operations(flops_per_s), 1) if is_meta else (_clock(_devices(model, args, kwargs)), repeats + 1)
     with preserved_state([model]), torch.enable_grad():
         seen = observed(model, modules, args, kwargs or {}, loss_fn, target)
-        times = {name: clock.timed(modules.get(name, loss_fn), one) for name, one in seen.items()}
+        times = {name: _timed(modules.get(name, loss_fn), one, measured, num_runs) for name, one in seen.items()}
     silent = [name for name in modules if name not in seen]
     if silent:
         raise ConfigurationError(f"{', '.join(silent[:8])} did not run in the model's forward: in layers=, name modules that run")
@@ -113,7 +115,7 @@ def _devices(model: nn.Module, *values: object) -> set[torch.device]:
 def _modules(names: Names, groups: list[tuple[str, ...]] | None) -> dict[str, nn.Module]:
     """Return the modules to watch, by name."""
     if groups is None:
-        return {name: names.modules[name] for name in _leaves(names)}
+        return dict(_leaves(names.modules[""]))
     names.check_known(groups)
     return {name: names.modules[name] for group in groups for name in group if name in names.modules}
 
@@ -128,18 +130,13 @@ def _check_order(groups: Sequence[tuple[str, ...]], order: Sequence[str]) -> Non
             )
 
 
-def _leaves(names: Names) -> Iterator[str]:
-    """Yield the names of a model's children, and in place of containers those of their entries."""
-    for name, module in names.modules.items():
-        owner = names.modules[names.owner(name)]
-        if name and not is_container(module) and (names.owner(name) == "" or _is_open(names, names.owner(name), owner)):
-            yield name
-
-
-def _is_open(names: Names, name: str, module: nn.Module) -> bool:
-    """Return whether a module is a container, and so are all those around it, the model itself aside."""
-    above = names.owner(name)
-    return is_container(module) and (not above or _is_open(names, above, names.modules[above]))
+def _leaves(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module's children with their names, and in place of containers those of their entries."""
+    for name, child in module._modules.items():
+        if isinstance(child, CONTAINERS):
+            yield from _leaves(child, f"{prefix}{name}.")
+        elif child is not None:
+            yield f"{prefix}{name}", child
 
 
 def _found(names: Names, seen: Iterable[str]) -> Iterator[tuple[str, ...]]:
@@ -149,40 +146,37 @@ def _found(names: Names, seen: Iterable[str]) -> Iterator[tuple[str, ...]]:
         yield from ((name,) for name in members) if is_entry else (members,)
 
 
-class _Clock:
-    """Measures the time of a module that runs alone."""
+def _clock(devices: Collection[torch.device]) -> Measured:
+    """Measure the seconds that work on some devices takes."""
 
-    def __init__(self, repeats: int, devices: Iterable[torch.device]) -> None:
-        self._repeats, self._devices = repeats, tuple(devices)
-
-    def timed(self, run: Callable[..., Any] | None, seen: Seen) -> Timed:
-        times = [_alone(run, seen, self._measured) for _ in range(self._repeats + 1)][1:]
-        return Timed(*map(median, zip(*times)))
-
-    def _measured(self, work: Callable[[], Any]) -> tuple[Any, float]:
-        start = self._now()
-        result = work()
-        return result, self._now() - start
-
-    def _now(self) -> float:
-        for device in self._devices:
+    def now() -> float:
+        for device in devices:
             synchronize(device)
         return time.perf_counter()
 
+    def measured(work: Callable[[], Any]) -> tuple[Any, float]:
+        start = now()
+        result = work()
+        return result, now() - start
 
-class _Flops:
-    """Counts the operations of a module that runs alone."""
+    return measured
 
-    def __init__(self, flops_per_s: float) -> None:
-        self._flops_per_s = flops_per_s
 
-    def timed(self, run: Callable[..., Any] | None, seen: Seen) -> Timed:
-        return _alone(run, seen, self._measured)
+def _operations(flops_per_s: float) -> Measured:
+    """Count the operations of work, as the seconds that they would take."""
 
-    def _measured(self, work: Callable[[], Any]) -> tuple[Any, float]:
+    def measured(work: Callable[[], Any]) -> tuple[Any, float]:
         with FlopCounterMode(display=False) as counter:
             result = work()
-        return result, counter.get_total_flops() / self._flops_per_s
+        return result, counter.get_total_flops() / flops_per_s
+
+    return measured
+
+
+def _timed(run: Callable[..., Any] | None, seen: Seen, measured: Measured, num_runs: int) -> Timed:
+    """Run a module alone, some times; return the median of all runs but the first."""
+    times = [_alone(run, seen, measured) for _ in range(num_runs)]
+    return Timed(*map(median, zip(*(times[1:] or times))))
 
 
 def _alone(run: Callable[..., Any] | None, seen: Seen, measured: Measured) -> Timed:
@@ -229,14 +223,14 @@ def _costs(
         members = [name for name in group if name in seen] + [""] * (index == len(groups) - 1 and "" in seen)
         saved = {key: storage for name in members for key, storage in seen[name].saved.items()}
         last = next((name for name in reversed(seen) if name and name in members), None)
-        backward_s = sum(times[name].backward_s for name in members)
+        forward_s, backward_s, input_s, weight_s = (sum(times[name][at] for name in members) for at in range(4))
         waits = index == 0 and not any(_differentiable([seen[name].args, seen[name].kwargs]) for name in members[:1])
         yield LayerCost(
             names=group,
-            forward_s=sum(times[name].forward_s for name in members),
+            forward_s=forward_s,
             backward_s=backward_s,
-            input_s=0.0 if waits else sum(times[name].input_s for name in members),
-            weight_s=backward_s if waits else sum(times[name].weight_s for name in members),
+            input_s=0.0 if waits else input_s,
+            weight_s=backward_s if waits else weight_s,
             saved_bytes=_bytes(saved.values()),
             shared_bytes=_bytes(storage for key, storage in saved.items() if key in before),
             output_bytes=0 if last is None else seen[last].output_bytes,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from itertools import pairwise
@@ -14,14 +13,9 @@ from bpipe.errors import ConfigurationError
 
 __all__: list[str] = []
 
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)  # nothing but a series of other modules
 OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 MOST_SHOWN = 8
-
-
-def is_container(module: nn.Module | None) -> bool:
-    """Return whether a module is nothing but a series of others."""
-    return isinstance(module, CONTAINERS)
 
 
 class Names:
@@ -120,20 +114,15 @@ class Names:
         for name, module in self.modules.items():
             if not is_series(module) or not self.is_above(name, named):
                 continue
-            prefix = f"{name}." if name else ""
-            places: dict[str, list[int]] = defaultdict(list)
-            for index, names in enumerate(stages):
-                for entry in module._modules:
-                    path = prefix + entry
-                    if self.is_kept(path, names) or self.is_above(path, names):
-                        places[entry].append(index)
-            for entry, found in places.items():
-                if len(found) > 1 and any(self.is_kept(prefix + entry, stages[index]) for index in found):
-                    yield f"{prefix}{entry} is in stages {', '.join(map(str, found))} and would run in each of them"
-            for before, after in pairwise(entry for entry in module._modules if entry in places):
-                last, first = places[before][-1], places[after][0]
+            places: dict[str, list[int]] = {}
+            for path in (f"{name}.{entry}".lstrip(".") for entry in module._modules):
+                if found := [index for index, one in enumerate(stages) if self.is_kept(path, one) or self.is_above(path, one)]:
+                    places[path] = found
+                if len(found) > 1 and any(self.is_kept(path, stages[index]) for index in found):
+                    yield f"{path} is in stages {', '.join(map(str, found))} and would run in each of them"
+            for (before, (*_, last)), (after, (first, *_)) in pairwise(places.items()):
                 if first < last:
-                    yield f"{prefix}{before} is in stage {last}, and {prefix}{after}, which comes after it, in stage {first}"
+                    yield f"{before} is in stage {last}, and {after}, which comes after it, in stage {first}"
 
     def _out_of_step(self, stages: Sequence[Sequence[str]], keep_positions: bool) -> Iterator[str]:
         """Yield a problem for each entry of a parameter list on another stage than its layer: a loop over both would go wrong."""
@@ -152,7 +141,7 @@ class Names:
         for parameters, module in self.modules.items():
             if isinstance(module, OF_PARAMETERS) and module._parameters:
                 beside = (one for one in self.modules if one and self.owner(one) == self.owner(parameters))
-                series = (one for one in beside if is_container(self.modules[one]))
+                series = (one for one in beside if isinstance(self.modules[one], CONTAINERS))
                 same = next((one for one in series if self.modules[one]._modules.keys() == module._parameters.keys()), None)
                 if same is not None:
                     yield parameters, same
@@ -166,7 +155,7 @@ def _raise_all(headline: str, problems: list[str]) -> None:
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules inside a module, itself included, that do or hold something."""
-    return (one for one in module.modules() if not is_container(one) and not isinstance(one, nn.Identity))
+    return (one for one in module.modules() if not isinstance(one, (*CONTAINERS, nn.Identity)))
 
 
 def is_series(module: nn.Module) -> bool:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bpipe.errors import ConfigurationError
-from bpipe.memory.saved.storages import Storage, element_bytes, storages_of
+from bpipe.memory.saved.storages import Storage, element_bytes, keys_of, storages_of
+from bpipe.torch_private.operators import flash_attention
+from bpipe.torch_private.owners_and_versions import address_of
+from bpipe.torch_private.pytrees import tree_leaves, tree_map_only
 
 __all__: list[str] = []
 
@@ -31,57 +34,6 @@ class Seen:
     saved: dict[int, Storage] = field(default_factory=dict)  # by identity; held, so that none takes another's place
 
 
-class Observer:
-    """Watches modules while a model runs."""
-
-    def __init__(self, modules: Mapping[str, nn.Module], non_activations: set[int]) -> None:
-        self.seen: dict[str, Seen] = {}  # in the order that they ran in
-        self._modules, self._non_activations = modules, non_activations
-        self._now: str | None = None
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch the modules that run inside the context."""
-        with ExitStack() as hooks:
-            for name, module in self._modules.items():
-                for handle in (
-                    module.register_forward_pre_hook(self._entering(name), with_kwargs=True),
-                    module.register_forward_hook(self._leaving(name)),
-                ):
-                    hooks.callback(handle.remove)
-            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
-            yield
-
-    def begin(self, name: str, *args: Any) -> None:
-        """Attribute everything that is saved from now on to this module, or to the loss."""
-        self._now = name
-        self.seen[name] = Seen(args=_detached(args))
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if name in self.seen:
-                raise ConfigurationError(
-                    f"{name} runs twice in a forward, and a pipeline runs each layer once: give each place a module of its own, "
-                    "or name a module around both in layers="
-                )
-            self.begin(name, *args)
-            self.seen[name].kwargs = _detached(kwargs)
-
-        return enter
-
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.seen[name].output_bytes = sum(element_bytes(one) for one in tree_leaves(output) if isinstance(one, torch.Tensor))
-
-        return leave
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._now is not None:
-            own = {storage._cdata: storage for storage in storages_of(tensor) if storage._cdata not in self._non_activations}
-            self.seen[self._now].saved.update(own)
-        return tensor.detach()  # the tensor itself would keep itself alive
-
-
 def observed(
     model: nn.Module,
     modules: Mapping[str, nn.Module],
@@ -92,15 +44,38 @@ def observed(
 ) -> dict[str, Seen]:
     """Run a model once; return the observations of some modules, in the order that they ran in, and of the loss, under ""."""
     given = [one for one in tree_leaves([args, kwargs, target]) if isinstance(one, torch.Tensor)]
-    non_activations = {storage._cdata for one in (*model.parameters(), *model.buffers(), *given) for storage in storages_of(one)}
-    observer = Observer(modules, non_activations)
-    is_meta = any(parameter.is_meta for parameter in model.parameters())
-    with observer.watching(), _FusedAttention() if is_meta else nullcontext():
+    non_activations = keys_of([*model.parameters(), *model.buffers(), *given])
+    seen: dict[str, Seen] = {}  # what is saved counts for the last one
+
+    def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in seen:
+            raise ConfigurationError(
+                f"{name} runs twice in a forward, and a pipeline runs each layer once: give each place a module of its own, "
+                "or name a module around both in layers="
+            )
+        seen[name] = Seen(_detached(args), _detached(kwargs))
+
+    def leave(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen[name].output_bytes = sum(element_bytes(one) for one in tree_leaves(output) if isinstance(one, torch.Tensor))
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if seen:
+            own = {address_of(storage): storage for storage in storages_of(tensor)}
+            seen[next(reversed(seen))].saved.update((key, own[key]) for key in own.keys() - non_activations)
+        return tensor.detach()  # the tensor itself would keep itself alive
+
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
+            hooks.callback(module.register_forward_hook(partial(leave, name)).remove)
+        hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        if any(parameter.is_meta for parameter in model.parameters()):
+            hooks.enter_context(_FusedAttention())
         output = model(*args, **kwargs)
         if loss_fn is not None:
-            observer.begin("", output, target)
+            seen[""] = Seen(_detached((output, target)))
             loss_fn(output, target)
-    return observer.seen
+    return seen
 
 
 class _FusedAttention(TorchFunctionMode):
@@ -108,7 +83,7 @@ class _FusedAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention and len({one.shape[1] for one in args[:3]}) == 1:
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3])[0]
+            return flash_attention("cpu")(*args[:3])[0]
         return func(*args, **(kwargs or {}))
 
 

@@ -6,27 +6,43 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
-from bpipe.partition.shrink import shrunk
+from bpipe.errors import format_error
+from bpipe.partition.shrink import shrunk, text_config
 from bpipe.partition.split_check import Difference, difference
+from bpipe.torch_private.modules import hooks_of
+from bpipe.torch_private.pytrees import tree_leaves
 
 __all__: list[str] = []
 
 MOST_PARAMETERS = 2**24  # what is run twice, with gradients, on the CPU of each rank
 ROWS, TOKENS, PADDED, MOST_WORDS = 2, 6, 2, 64
 SEED = 12345
+HOOKED = "capturing_hooks_installed"  # so ends the attribute of a model that transformers has hooked for its further outputs
 
 Cut = Callable[[nn.Module], list[nn.Module]]
 
 
+NO_MODEL = "no small model of its kind can be built"
+DOES_NOT_RUN = "a small model of its kind does not run on words"
+
+
 class NotProvenError(Exception):
-    """There is no small model of the kind, or it does not run on words alone."""
+    """There is no small model of the kind, or it does not run on words alone; the cause is its error."""
+
+
+@contextmanager
+def proving_nothing(why: str) -> Iterator[None]:
+    """Raise a NotProvenError with a reason in place of any error."""
+    try:
+        yield
+    except Exception as error:
+        raise NotProvenError(f"{why}: {format_error(error)}") from error
 
 
 def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Difference | None:
@@ -43,19 +59,14 @@ def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Differenc
         NotProvenError: no small model could be made, or it does not run; the cause says why.
     """
     with on_cpu():
-        try:
+        with proving_nothing(NO_MODEL):
             twin, is_copy = _twin(model)
             parts = (cut if is_copy else cut_small)(twin)
-        except Exception as error:
-            raise NotProvenError(f"no small model of its kind can be built: {type(error).__name__}: {error}") from error
         for sample, is_extra in _samples(twin):
-            ids = sample.pop("input_ids")
-            try:
+            ids, found = sample.pop("input_ids"), None
+            # The model may take extra arguments in another shape, or not at all.
+            with suppress(Exception) if is_extra else proving_nothing(DOES_NOT_RUN):
                 found = difference(twin, parts, (ids,), sample, is_exact=True)
-            except Exception as error:
-                if is_extra:
-                    continue  # the model takes them in another shape, or not at all
-                raise NotProvenError(f"a small model of its kind does not run on words: {type(error).__name__}: {error}") from error
             if found is not None:
                 return found
     return None
@@ -100,7 +111,9 @@ def _copied(model: nn.Module) -> nn.Module | None:
     except Exception:
         return None
     for module in twin.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
+        for name in [name for name in vars(module) if name.endswith(HOOKED)]:
+            delattr(module, name)
+        for hooks in hooks_of(module):
             hooks.clear()
     return twin
 
@@ -154,8 +167,3 @@ def words_of(config: Any, text: Any) -> list[int]:
     special = set(tree_leaves(named))
     words = [word for word in range(getattr(text, "vocab_size", MOST_WORDS)) if word not in special][-MOST_WORDS:]
     return (words * MOST_WORDS)[:MOST_WORDS]
-
-
-def text_config(config: Any) -> Any:
-    """Return the configuration of the part for words, which may be all of it."""
-    return config.get_text_config() if hasattr(config, "get_text_config") else config

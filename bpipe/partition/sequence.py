@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from math import inf
+from operator import add
 from typing import Literal, get_args
 
+from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
-from bpipe.partition.cut_search import Ends, narrowest
+from bpipe.partition.cut_search import Ends, cheapest
 
 __all__ = ["slice_lengths"]
 
@@ -69,8 +71,7 @@ def slice_lengths(
     """
     counts = {"num_tokens": num_tokens, "num_stages": num_stages, "num_microbatches": num_microbatches, "multiple_of": multiple_of}
     for name, count in (counts if num_slices is None else {**counts, "num_slices": num_slices}).items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ConfigurationError(f"{name}={count!r}: give a whole number of at least 1")
+        check_count(name, count)
     if order not in get_args(Order):
         raise ConfigurationError(f"order={order!r}: choose one of {', '.join(get_args(Order))}")
     steps = -(-num_tokens // multiple_of)
@@ -86,20 +87,11 @@ def slice_lengths(
 
     numbers = range(1, min(steps, MOST_SLICES) + 1) if num_slices is None else (num_slices,)
     if order == "seq_1f1b":
-        ends = _evenest(steps, spans, numbers, lambda k, longest: (num_microbatches * k + num_stages - 1) * longest)
+        evenest = cheapest(steps, numbers, lambda _, begin, end: spans(begin, end), max)
+        ends = min(evenest.items(), key=lambda one: (num_microbatches * one[0] + num_stages - 1) * one[1][0])[1][1]
     else:
         ends = _shortest(steps, spans, numbers, num_microbatches, num_stages - 1, tolerance)
     return tuple(places[end] - places[begin] for begin, end in pairwise(ends))
-
-
-def _evenest(steps: int, spans: Spans, numbers: Sequence[int], step_s: Callable[[int, float], float]) -> Ends:
-    """Return the ends whose longest slice is the shortest, for the best number of slices."""
-    found: list[tuple[float, Ends]] = []
-    for k in numbers:
-        ends = narrowest(steps, k, lambda _, begin, end: spans(begin, end))
-        assert ends is not None, "no more slices than steps"
-        found.append((step_s(k, max(spans(*span) for span in pairwise(ends))), ends))
-    return min(found, key=lambda one: one[0])[1]
 
 
 def _shortest(steps: int, spans: Spans, numbers: Sequence[int], of_sum: int, of_longest: int, tolerance: float) -> Ends:
@@ -107,14 +99,21 @@ def _shortest(steps: int, spans: Spans, numbers: Sequence[int], of_sum: int, of_
 
     For each candidate for the longest slice's cost, a dynamic programme finds the least sum of slices that cost no more.
     """
-    costs = sorted({spans(begin, end) for end in range(1, steps + 1) for begin in range(end)})
-    first = bisect_left(costs, True, key=lambda most: _least_sum(steps, spans, numbers, most)[0] < inf)
-    least, chosen = _least_sum(steps, spans, numbers, inf)
+    table = [[spans(begin, end) if begin < end else inf for end in range(steps + 1)] for begin in range(steps)]
+
+    def least_sum(most: float) -> tuple[float, Ends]:
+        """Return the least sum of slices none of which costs more than `most`, and their ends; infinite if there is none."""
+        found = cheapest(steps, numbers, lambda _, begin, end: table[begin][end], add, most=most)
+        return min(found.values(), key=lambda one: one[0])
+
+    costs = sorted({one for row in table for one in row if one < inf})
+    first = bisect_left(costs, True, key=lambda most: least_sum(most)[0] < inf)
+    least, chosen = least_sum(inf)
     best = inf
     for most in _apart(costs[first:], tolerance):
         if of_sum * least + of_longest * most / (1 + tolerance) >= best:
             break
-        total, ends = _least_sum(steps, spans, numbers, most)
+        total, ends = least_sum(most)
         step_s = of_sum * total + of_longest * max(spans(*span) for span in pairwise(ends))
         if step_s < best:
             best, chosen = step_s, ends
@@ -127,27 +126,3 @@ def _apart(costs: Sequence[float], tolerance: float) -> Iterator[float]:
     while index < len(costs):
         index = bisect_right(costs, costs[index] * (1 + tolerance))
         yield costs[index - 1]
-
-
-def _least_sum(steps: int, spans: Spans, numbers: Sequence[int], most: float) -> tuple[float, Ends]:
-    """Return the least sum of slices none of which costs more than `most`, and their ends; infinite if there is none.
-
-    best[end] is the least sum of k slices up to `end`: the minimum of best[begin] of k-1 slices, and of the slice after it.
-    """
-    best = [0.0] + [inf] * steps
-    choices: list[list[int]] = []
-    found: tuple[float, int] = (inf, 0)
-    for k in range(1, max(numbers) + 1):
-        least, chosen = [inf] * (steps + 1), [0] * (steps + 1)
-        for end in range(k, steps + 1):
-            for begin in range(k - 1, end):
-                if best[begin] < least[end] and (slice_s := spans(begin, end)) <= most and best[begin] + slice_s < least[end]:
-                    least[end], chosen[end] = best[begin] + slice_s, begin
-        best = least
-        choices.append(chosen)
-        if k in numbers:
-            found = min(found, (best[steps], k))
-    ends = [steps]
-    for chosen in reversed(choices[: found[1]]):
-        ends.append(chosen[ends[-1]])
-    return found[0], tuple(reversed(ends))

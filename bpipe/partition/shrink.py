@@ -111,3 +111,8 @@ def _shrink_rope(value: dict[str, Any]) -> None:
     section = value.get("mrope_section")
     if section:
         value["mrope_section"] = [one * (HEAD_DIM // 2) // sum(section) for one in section]
+
+
+def text_config(config: Any) -> Any:
+    """Return the configuration of the part for words, which may be all of it."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

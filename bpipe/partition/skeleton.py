@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from bpipe.errors import ConfigurationError, format_error
-from bpipe.partition.name_lists import OF_PARAMETERS, Names, is_container
+from bpipe.partition.name_lists import CONTAINERS, OF_PARAMETERS, Names
+from bpipe.torch_private.pytrees import tree_leaves
 
 __all__: list[str] = []
 
@@ -29,23 +28,24 @@ def skeleton(
         claimed: all that any stage names: a parameter or buffer of a copied module belongs to those that name it or that module.
         keep_positions: whether missing entries of a series are replaced too (parameters by None), so that the others keep places.
     """
-    missing = {name for name in names.modules if not names.is_copied(name, kept) and not names.is_kept(name, kept)}
-    outermost = [name for name in missing if names.owner(name) not in missing]
-    memo = _shared(names, kept)
-    copied = {id(module) for name, module in names.modules.items() if names.is_copied(name, kept)}
-    for module in (names.modules[name] for name in missing):
-        if id(module) not in copied:
-            memo.setdefault(id(module), placeholder("pass", module))
+    shared = {name: module for name, module in names.modules.items() if names.is_kept(name, kept)}
+    copied = {name: module for name, module in names.modules.items() if names.is_copied(name, kept)}
+    missing = {name: module for name, module in names.modules.items() if name not in shared and name not in copied}
+    memo: dict[int, Any] = {id(module): placeholder("pass", module) for module in missing.values()}  # in place of copies
+    for module in copied.values():
+        memo.pop(id(module), None)
+        memo |= {id(value): value for value in tree_leaves(vars(module)) if isinstance(value, torch.Tensor)}
+    memo |= {id(one): one for one in (*shared.values(), *names.tensors.values())}
     part = _copied(model, memo)
-    for name in outermost:
+    for name in (name for name in missing if names.owner(name) not in missing):
         owner, _, entry = name.rpartition(".")
         above, stand_in = part.get_submodule(owner), placeholder(kind(name), names.modules[name])
-        if is_container(above) and not keep_positions:
+        if isinstance(above, CONTAINERS) and not keep_positions:
             above._modules.pop(entry, None)  # already gone where the series has two names
         else:
             above._modules[entry] = stand_in
     for name in names.tensors:
-        if names.is_copied(names.owner(name), kept) and names.is_kept(name, claimed) and not names.is_kept(name, kept):
+        if names.owner(name) in copied and names.is_kept(name, claimed) and not names.is_kept(name, kept):
             owner, _, entry = name.rpartition(".")
             above = part.get_submodule(owner)
             if isinstance(above, OF_PARAMETERS) and not keep_positions:
@@ -65,46 +65,19 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         ) from error
 
 
-def _shared(names: Names, kept: Sequence[str]) -> dict[int, Any]:
-    """Return deepcopy's memo of shared objects: kept modules, all parameters and buffers, and copied modules' plain tensors."""
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in names.tensors.values()}
-    for name, module in names.modules.items():
-        if names.is_kept(name, kept):
-            memo[id(module)] = module
-        elif names.is_copied(name, kept):
-            memo.update((id(value), value) for value in tree_leaves(vars(module)) if isinstance(value, torch.Tensor))
-    return memo
-
-
-class _Partial(nn.ParameterList):
-    """Some entries of a list, under the names that they have in the whole list; the first of them has index 0."""
-
-    _present: Any = None  # names; a slice is a list of its own, and has none
-
-    def _get_abs_string_index(self, idx: Any) -> Any:
-        return super()._get_abs_string_index(idx) if self._present is None else self._present[idx]  # type: ignore[no-untyped-call]
-
-
 def leave_out(parameters: nn.ParameterList | nn.ParameterDict, entry: str) -> None:
-    """Remove an entry from a stage's copy."""
+    """Remove an entry from a stage's copy. The others keep their names; the first of a list's has index 0."""
     if isinstance(parameters, nn.ParameterDict):
         parameters.pop(entry)
         return
     some: Any = parameters
-    if not isinstance(some, _Partial):
-        present = [str(index) for index in range(len(some))]
-        cls: Any = type(some)
-        some.__class__ = _partial(cls)
-        some._present = present
-    some._present.remove(entry)
+    if "_present" not in vars(some):
+        some._present = [str(index) for index in range(len(some))]
+    present = some._present
+    present.remove(entry)
+    some._get_abs_string_index = present.__getitem__  # of this list alone: a slice of it has entries of its own
     some._size -= 1
     delattr(some, entry)
-
-
-@cache
-def _partial(cls: Any) -> Any:
-    """Return a subclass, under the same name, for lists that lack some entries."""
-    return type(cls.__name__, (_Partial, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 class PassThrough(torch.nn.Module):

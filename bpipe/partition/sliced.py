@@ -10,8 +10,20 @@ import torch
 from torch import nn
 
 from bpipe.errors import BPipeError, ConfigurationError, format_error
-from bpipe.partition.prove import MOST_WORDS, filled, on_cpu, rebuilt, text_config, words_of
-from bpipe.partition.shrink import parts_of, shrunk
+from bpipe.partition.prove import (
+    DOES_NOT_RUN,
+    MOST_WORDS,
+    NO_MODEL,
+    NotProvenError,
+    filled,
+    on_cpu,
+    proving_nothing,
+    rebuilt,
+    words_of,
+)
+from bpipe.partition.router_loss import ASKS, is_configured, plain
+from bpipe.partition.shrink import parts_of, shrunk, text_config
+from bpipe.partition.split_check import gradients_of
 from bpipe.partition.stage_class import CUT_FROM
 from bpipe.partition.transformers import cut_finely
 from bpipe.slices.hugging_face import in_slices
@@ -51,6 +63,11 @@ def sliced_transformer(stage: nn.Module, *, prove: bool = True) -> nn.Module:
         >>> output.shape
         torch.Size([1, 4, 16])
     """
+    if is_configured(getattr(stage, "config", None)):
+        raise ConfigurationError(
+            f"{type(stage).__name__} cannot take slices with {ASKS}, because the router's loss is of whole sequences: leave it out "
+            "of the configuration, or train with whole sequences"
+        )
     config = shrunk(stage.config) if prove and hasattr(stage, "config") else None  # before its attention is replaced
     sliced = in_slices(stage)
     if config is not None:
@@ -61,12 +78,12 @@ def sliced_transformer(stage: nn.Module, *, prove: bool = True) -> nn.Module:
 def _prove(kind: Any, config: Any) -> None:
     """Raise unless a small model of a class computes in slices what it computes of whole sequences."""
     _leave_dropout_out(config)
-    error: Exception | None = None
+    error: NotProvenError | None = None
     with on_cpu():
         for dtype, limit in LIMITS.items():
             try:
                 differing = _difference(kind, config, dtype, limit)
-            except _CannotRunWholeError as raised:  # perhaps not in this precision
+            except NotProvenError as raised:  # perhaps not in this precision
                 error = raised
                 continue
             if differing is None:
@@ -81,10 +98,6 @@ def _prove(kind: Any, config: Any) -> None:
     ) from error.__cause__
 
 
-class _CannotRunWholeError(Exception):
-    """A small model cannot be built, or does not run on whole sequences; the cause is its error."""
-
-
 def _leave_dropout_out(config: Any) -> None:
     """Set the rates of dropout to 0, because slices draw other random numbers, which a step finds out by itself."""
     for part in parts_of(config):
@@ -95,16 +108,12 @@ def _leave_dropout_out(config: Any) -> None:
 
 def _difference(kind: Any, config: Any, dtype: torch.dtype, limit: float) -> tuple[str, Exception | None] | None:
     """Return in what a small model differs in slices, with the error that it raises, or None."""
-    try:
+    with proving_nothing(NO_MODEL):
         model = filled(rebuilt(getattr(kind, CUT_FROM, kind), config)).to(dtype)
         parts = cut_finely(model, 2) if hasattr(kind, CUT_FROM) else [model]
-    except Exception as error:
-        raise _CannotRunWholeError(f"no small model of its kind can be built: {format_error(error)}") from error
     samples, before = list(_samples(model)), torch.get_rng_state()
-    try:
+    with proving_nothing(DOES_NOT_RUN):
         expected = [_results(model, parts, [sample]) for sample in samples]
-    except Exception as error:
-        raise _CannotRunWholeError(f"a small model of its kind does not run on words: {format_error(error)}") from error
     if not torch.equal(torch.get_rng_state(), before):
         return "it draws random numbers besides dropout, and slices would draw other ones than whole sequences", None
     try:
@@ -155,21 +164,12 @@ def _results(model: nn.Module, parts: Sequence[nn.Module], slices: Sequence[dict
                     pasts[place] += (state,)
                 else:
                     value = part(value, **options)
-                value = _plain(value)
+                value = plain(part, value)
             outputs.append(value)
         output = torch.cat(outputs, 1)
         mask = slices[-1].get("attention_mask")
-        counted = output if mask is None else output[mask.bool()]
-        (counted * torch.linspace(-1, 1, counted.numel(), dtype=counted.dtype).view(counted.shape)).sum().backward()
-    return output.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-def _plain(output: Any) -> torch.Tensor:
-    """Return the logits, or the hidden states, alone."""
-    if isinstance(output, torch.Tensor):
-        return output
-    found: torch.Tensor = output["logits"] if "logits" in output else output[0]
-    return found
+        gradients = gradients_of([output if mask is None else output[mask.bool()]], dict(model.named_parameters()))
+    return output.detach(), gradients
 
 
 def _compare(expected: Results, found: Results, mask: torch.Tensor | None, limit: float) -> str | None:

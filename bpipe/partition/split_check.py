@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bpipe.errors import ConfigurationError, StageError, format_error
 from bpipe.model.preserve_state import preserved_state
+from bpipe.partition.router_loss import plain
+from bpipe.skips.routes import Skip
+from bpipe.torch_private.pytrees import tree_leaves, tree_map_only
 
 __all__ = ["check_split"]
 
@@ -20,9 +22,6 @@ HINT = (
     "What the model's forward does outside of its modules, every stage does again. Rewrite it so that it goes well with missing "
     "modules, or say with missing= and keep_positions= what shall stand for them"
 )
-
-
-Run = Callable[[Sequence[nn.Module], Any, dict[str, Any]], Any]
 
 
 def check_split(model: nn.Module, parts: Sequence[nn.Module], *args: Any, **kwargs: Any) -> None:
@@ -73,33 +72,45 @@ def difference(
     kwargs: dict[str, Any],
     *,
     is_exact: bool = False,
-    run: Run | None = None,
+    skips: Mapping[str, Skip] | None = None,
 ) -> Difference | None:
     """Run a model, and its stages one after the other, and return the first difference; raise the errors of the model itself.
 
     Args:
         is_exact: True to compare gradients bit for bit too, which a CPU allows because it sums them in the same order.
-        run: runs the stages on the arguments; default: one after the other, each with all keyword arguments.
+        skips: what passes stages in between, for stages of which the first alone gets the keyword arguments, and whose buffers are
+            compared, too; default: none, each stage gets all keyword arguments.
     """
     staged = {id(parameter) for part in parts for parameter in part.parameters()}
     shared = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in staged}
     with torch.enable_grad():
         with preserved_state([model, *parts]):
-            expected = tree_leaves(_plain(model(*copied(args), **copied({**_without_cache(model), **kwargs}))))
-            gradients = _gradients(expected, shared)
+            expected = tree_leaves(plain(model, model(*copied(args), **copied({**_without_cache(model), **kwargs}))))
+            gradients = gradients_of(expected, shared)
+            buffers = {} if skips is None else copied(dict(model.named_buffers()))
         if is_exact and not _is_telling(expected):
             raise ValueError("most of its output is not finite, so the comparison proves nothing")
         with preserved_state([model, *parts]):
-            try:
-                found = tree_leaves((_chained if run is None else run)(parts, copied(args), kwargs))
-            except CannotRunError as error:
-                return Difference(str(error), cast(Exception, error.__cause__))
-            text = _compare(expected, found, len(parts)) or _compare_gradients(gradients, _gradients(found, shared), is_exact)
+            several = [] if skips is None else _of_several(parts)
+            before = copied(several)
+            found = _chained(parts, args, kwargs, skips)
+            if isinstance(found, Difference):
+                return found
+            if not all(map(torch.equal, several, before)):
+                return Difference("a buffer that several stages use is written by one of them", ValueError("each rank has its own"))
+            found = tree_leaves(found)
+            text = (
+                _compare(expected, found, len(parts))
+                or _compare_gradients(gradients, gradients_of(found, shared), is_exact)
+                or _compare_buffers(buffers, parts)
+            )
     return None if text is None else Difference(text)
 
 
-class CannotRunError(Exception):
-    """A stage raised; the cause is its error."""
+def _of_several(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
+    """Return the buffers that several stages have."""
+    found = [{id(buffer): buffer for buffer in part.buffers()} for part in parts]
+    return [one for index, of_part in enumerate(found) for key, one in of_part.items() if any(key in o for o in found[:index])]
 
 
 def _is_telling(outputs: Sequence[Any]) -> bool:
@@ -107,7 +118,7 @@ def _is_telling(outputs: Sequence[Any]) -> bool:
     return bool(finite) and min(finite) > 0.5
 
 
-def _gradients(outputs: Sequence[Any], parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
+def gradients_of(outputs: Sequence[Any], parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
     """Return the gradients of parameters after a backward whose gradient of each output differs in each element."""
     results = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
     rising = [torch.linspace(-1, 1, one.numel(), device=one.device).view(one.shape).to(one.dtype) for one in results]
@@ -124,13 +135,19 @@ def _without_cache(model: nn.Module) -> dict[str, bool]:
     return {"use_cache": False} if is_asked or "use_cache" in named else {}
 
 
-def _chained(parts: Sequence[nn.Module], args: Any, kwargs: dict[str, Any]) -> Any:
-    value = args
+def _chained(parts: Sequence[nn.Module], args: Any, kwargs: dict[str, Any], skips: Mapping[str, Skip] | None) -> Any:
+    """Run stages one after the other, each on copies of what others made, as over a link; or return why one cannot run."""
+    value, kept = args, dict[str, Any]()
     for index, part in enumerate(parts):
+        given = kwargs if index == 0 or skips is None else {}
+        given = given | {name: kept[name] for name, (_, *users) in (skips or {}).items() if index in users}
         try:
-            value = part(*(value if isinstance(value, (tuple, list)) else (value,)), **copied(kwargs))
+            value = part(*copied(value if isinstance(value, (tuple, list)) else (value,)), **copied(given))
         except Exception as error:
-            raise CannotRunError(f"stage {index} of {len(parts)} cannot run: {format_error(error)}") from error
+            return Difference(f"stage {index} of {len(parts)} cannot run: {format_error(error)}", error)
+        if any(source == index for source, *_ in (skips or {}).values()):
+            value, made = value
+            kept |= made
     return value
 
 
@@ -167,6 +184,13 @@ def _compare_gradients(
     return None
 
 
+def _compare_buffers(expected: dict[str, torch.Tensor], parts: Sequence[nn.Module]) -> str | None:
+    for name, buffer in (named for part in parts for named in part.named_buffers()):
+        if name in expected and not _is_same(expected[name], buffer):
+            return f"the buffer {name} gets another value"
+    return None
+
+
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
@@ -188,10 +212,3 @@ def _described(value: Any) -> str:
 def copied(tree: Any) -> Any:
     """Return a pytree with copies of its tensors, which lead back to them."""
     return tree_map_only(torch.Tensor, torch.Tensor.clone, tree)
-
-
-def _plain(output: Any) -> Any:
-    """Return an output as stages do: of a Hugging Face model's dict, the logits, or the first value, alone."""
-    if not (isinstance(output, dict) and hasattr(output, "to_tuple")):
-        return output
-    return output["logits"] if "logits" in output else output.to_tuple()[0]

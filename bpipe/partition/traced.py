@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,17 +15,19 @@ from bpipe.errors import ConfigurationError
 from bpipe.model.cut import mark
 from bpipe.partition.model_split import listed
 from bpipe.partition.name_lists import Names
-from bpipe.partition.traced_proof import Attributes, difference_from
+from bpipe.partition.traced_proof import Attributes, difference_from, in_mode
+from bpipe.partition.transformers import transformer_layers
 from bpipe.skips.routes import Skip
+from bpipe.torch_private.modules import hooks_of
 
 __all__ = ["split_traced"]
 
 CONSTANT = "_tensor_constant"  # the beginning of the attributes in which torch.fx keeps tensors that it meets
 IGNORED = "nothing"  # the first argument of a stage whose predecessor hands on skips alone
+# Of Python's module `operator`.
 OPERATORS = "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift", "matmul"
 VIEWS = frozenset(("getitem", "getattr", "flatten", "reshape", "chunk", "split", "unbind", "squeeze", "unsqueeze", "transpose"))
 ENLARGING = (torch.cat, torch.concat, torch.stack, nn.functional.interpolate)
-IN_PLACE = frozenset(f"i{name}" for name in OPERATORS)  # of Python's module `operator`
 
 
 def split_traced(
@@ -54,7 +57,7 @@ def split_traced(
         stages: for each stage the names of its modules, which run on it wherever the forward calls them; those without parameters
             and buffers run anywhere.
         args: an example of the positional arguments. It takes the paths that later calls take: optional arguments that are given
-            now are given always.
+            now are given always, those that are not given now never; and None, True, False and texts stay what they are now.
         kwargs: likewise the keyword arguments; a pipeline gives them to the first stage's rank alone.
         prove: False to trust the trace, for a model that cannot run here, such as one on the meta device.
 
@@ -86,12 +89,14 @@ def split_traced(
     lists = [listed(one) for one in stages]
     names = Names(model)
     names.check(lists)
-    cut = _Cut(model, names, lists)
-    parts = [cut.part(stage) for stage in range(len(lists))]
+    example = dict(kwargs or {})
+    graph = _traced(model, names, [name for kept in lists for name in kept], _fixed(model, args, example))
+    cut = _Cut(model, names, lists, graph)
+    parts = cut.parts
     skips = {cut.name_of(node): (cut.stage_of[node], *users) for node, users in cut.skips.items()}
     if unused := dict(model.named_parameters()).keys() - {path for part in parts for path, _ in part.named_parameters()}:
         raise ConfigurationError(f"the forward uses no {', '.join(sorted(unused)[:8])}, and no stage would save it: remove it")
-    if prove and (found := difference_from(model, parts, skips, args, dict(kwargs or {}))) is not None:
+    if prove and (found := difference_from(model, parts, skips, args, example)) is not None:
         raise ConfigurationError(
             f"the stages do not do what the model does: {found.text}. Name modules further outside, or cut the model by hand"
         ) from found.cause
@@ -110,7 +115,29 @@ def _in_place(name: str) -> Callable[[Any, Any], Any]:
     return changed
 
 
-CHANGES = {name: _in_place(name) for name in IN_PLACE}
+CHANGES = {name: _in_place(name) for name in (f"i{operation}" for operation in OPERATORS)}  # in place
+
+
+def _fixed(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments on which a forward may branch, by name: None, flags and texts, as the example has them."""
+    if not args and not kwargs:
+        return {}  # there is no example
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigurationError(f"{type(model).__name__} does not take the example: {error}") from error
+    bound.apply_defaults()
+    return {name: value for name, value in bound.arguments.items() if value is None or isinstance(value, (bool, str))}
+
+
+def _check_fixed(value: Any, traced: Any, name: str) -> None:
+    """Raise unless an argument of a stage is what it was in the example."""
+    if value is not traced and not (isinstance(value, (bool, str)) and value == traced):
+        found = f"a {type(value).__name__}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ConfigurationError(
+            f"{name} is {found}, and was {traced!r} in the example by which split_traced has cut the model: give {name} there as "
+            "it will be in each step"
+        )
 
 
 class _Value(fx.Proxy):
@@ -130,9 +157,18 @@ class _Tracer(fx.Tracer):
 
     proxy_buffer_attributes = True  # what is done with buffers belongs to the forward, too
 
-    def __init__(self, names: Names, lists: Sequence[Sequence[str]]) -> None:
+    def __init__(self, names: Names, named: Sequence[str], fixed: Mapping[str, Any]) -> None:
         super().__init__()
-        self._names, self._named = names, [name for kept in lists for name in kept]
+        self._names, self._named, self._fixed = names, named, fixed
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        function, args = super().create_args_for_root(root_fn, is_module, concrete_args)
+        for place, arg in enumerate(args):
+            name = str(arg.node.target) if isinstance(arg, fx.Proxy) else ""
+            if name in self._fixed:
+                args[place] = self._fixed[name]
+                self.create_proxy("call_function", _check_fixed, (arg, self._fixed[name], name), {})
+        return function, args
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
         return _Value(node, self)
@@ -141,29 +177,24 @@ class _Tracer(fx.Tracer):
         return not self._names.is_above(module_qualified_name, self._named)
 
 
-def _traced(model: nn.Module, names: Names, lists: Sequence[Sequence[str]]) -> fx.Graph:
+def _traced(model: nn.Module, names: Names, named: Sequence[str], fixed: Mapping[str, Any]) -> fx.Graph:
     """Trace a model in both modes, which must do the same between the named modules, and leave it as it was."""
-    kind, named = type(model).__name__, [name for kept in lists for name in kept]
+    kind = type(model).__name__
     through = {path: module for path, module in names.modules.items() if names.is_above(path, named)}
-    if hooked := [path or "the model" for path, module in through.items() if _has_hooks(module)]:
+    if hooked := [path or "the model" for path, module in through.items() if any(hooks_of(module))]:
         raise ConfigurationError(f"{', '.join(hooked)} has hooks, and is cut into stages: put them on the named modules")
     if "forward" in vars(model) or type(model).__call__ is not nn.Module.__call__:
         raise ConfigurationError(f"{kind} has a forward or a __call__ of its own, which torch.fx does not trace: make it a class")
-    modes, graphs = [(module, module.training) for module in names.modules.values()], []
+    graphs = []
     for is_other in (True, False):
         before, numbers = Attributes(through), (random.getstate(), torch.get_rng_state())
         try:
-            for module, trains in modes:
-                module.training = trains != is_other
-            graphs.append(_Tracer(names, lists).trace(model))
+            with in_mode(names.modules.values(), is_other=is_other):
+                graphs.append(_Tracer(names, named, fixed).trace(model))
         except Exception as error:
-            raise ConfigurationError(
-                f"torch.fx cannot trace the forward of {kind}: {error}. Name modules further outside, or cut the model by hand and "
-                "give PipelineStage(skips=)"
-            ) from error
+            why, ways = _why(model, error), _other_ways(model)
+            raise ConfigurationError(f"torch.fx cannot trace the forward of {kind}: {why}. {ways}") from error
         finally:
-            for module, trains in modes:
-                module.training = trains
             written = before.restore()
             drew = random.getstate() != numbers[0] or not torch.equal(torch.get_rng_state(), numbers[1])
             random.setstate(numbers[0])
@@ -183,8 +214,23 @@ def _traced(model: nn.Module, names: Names, lists: Sequence[Sequence[str]]) -> f
     return graphs[1]
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
+def _why(model: nn.Module, error: Exception) -> str:
+    """Return why torch.fx has failed, which says of forwards like the first that "co_varnames is too small"."""
+    inner = inspect.unwrap(type(model).forward)
+    takes_any = any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in inspect.signature(inner).parameters.values())
+    return "a decorator wraps it, and it takes *args or **kwargs" if inner is not type(model).forward and takes_any else str(error)
+
+
+def _other_ways(model: nn.Module) -> str:
+    """Return the other ways to cut a model, that for Transformers models first if it is one that can be cut so."""
+    try:
+        transformer_layers(model)
+    except ConfigurationError:
+        return (
+            "Name modules further outside, cut the model by hand and give PipelineStage(skips=), or let torch's tracer cut it "
+            "(torch.distributed.pipelining.pipeline), whose stages schedules take"
+        )
+    return "Cut it with bpipe.split_transformer(model, n), which takes such models"
 
 
 class _Cut:
@@ -194,25 +240,28 @@ class _Cut:
         model: the whole model.
         names: its names.
         lists: the names of each stage's modules.
+        graph: of the model.
     """
 
-    def __init__(self, model: nn.Module, names: Names, lists: Sequence[Sequence[str]]) -> None:
+    def __init__(self, model: nn.Module, names: Names, lists: Sequence[Sequence[str]], graph: fx.Graph) -> None:
+        self._graph = graph
         self._model, self._num_stages = model, len(lists)
-        self._modules, self._tensors = names.modules, names.tensors
-        self._graph = _traced(model, names, lists)
+        self._modules = names.modules
         self.stage_of: dict[fx.Node, int] = {}
-        problems = [*self._assign(names, lists)] or [*self._shared(), *self._changed()]
-        if problems:
-            raise ConfigurationError(f"these {len(lists)} stages are not a split of the model:\n  " + "\n  ".join(problems))
+        self._refuse([*self._assign(names, lists)])
         self._users = {node: self._used_by(node) for node in self.stage_of}
-        self.skips = {
-            node: later for node, (_, *later) in self._users.items() if later and later != [self.stage_of[node] + 1]
-        }
+        self.skips = {node: later for node, (_, *later) in self._users.items() if later and later != [self.stage_of[node] + 1]}
+        self.parts = [self._part(stage) for stage in range(len(lists))]
+        self._refuse([*self._shared(), *self._changed()])
         if unsendable := [node for node, users in self._users.items() if len(users) > 1 and _is_unsendable(node)]:
             raise ConfigurationError(
                 f"{', '.join(str(one) for one in unsendable)}: a shape, dtype or device of one stage is used by a later one, and "
                 "no message carries these: unpack a shape into its numbers, and ask the later stage's own tensors"
             )
+
+    def _refuse(self, problems: Sequence[str]) -> None:
+        if problems:
+            raise ConfigurationError(f"these {self._num_stages} stages are not a split of the model:\n  " + "\n  ".join(problems))
 
     def _assign(self, names: Names, lists: Sequence[Sequence[str]]) -> Iterable[str]:
         """Give each node its stage: that of its module, or the first one that has all that it needs."""
@@ -250,30 +299,16 @@ class _Cut:
 
     def _shared(self) -> Iterable[str]:
         """Yield a problem for each parameter that several stages use, under whatever names, and each buffer that one changes."""
-        names: dict[int, str] = {}
-        used: dict[int, set[int]] = {}
-        for node in self._graph.nodes:
-            path = str(node.target)
-            if node.op == "call_module":
-                module, stages = self._modules[path], {self.stage_of[node]}
-                found = {f"{path}.{name}": one for name, one in module.named_parameters()}
-            elif node.op == "get_attr":
-                is_fixed = not isinstance(self._tensors.get(path), nn.Parameter) and not any(map(self._is_in_place, node.users))
-                found = {} if is_fixed else {path: self._tensors.get(path, self._graph)}
-                stages = {self.stage_of[user] for other in self._same(node) for user in other.users}
-            else:
-                continue
-            for name, tensor in found.items():
-                names.setdefault(id(tensor), name)
-                used.setdefault(id(tensor), set()).update(stages)
-        for key, stages in used.items():
+        reads = (node for node in self._graph.nodes if node.op == "get_attr")
+        changed = {node.target for node in reads if any(map(self._is_in_place, node.users))}
+        used: dict[int, tuple[str, list[int]]] = {}
+        for stage, part in enumerate(self.parts):
+            buffers = [named for named in part.named_buffers() if named[0] in changed]
+            for name, tensor in (*part.named_parameters(), *buffers):
+                used.setdefault(id(tensor), (name, []))[1].append(stage)
+        for name, stages in used.values():
             if len(stages) > 1:
-                where = ", ".join(map(str, sorted(stages)))
-                yield f"{names[key]} is used by stages {where}: cut the model by hand, and tie its weights"
-
-    def _same(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes that stand for the same parameter or buffer."""
-        return [one for one in self._graph.nodes if (one.op, one.target) == (node.op, node.target)]
+                yield f"{name} is used by stages {', '.join(map(str, stages))}: cut the model by hand, and tie its weights"
 
     def _changed(self) -> Iterable[str]:
         """Yield a problem for each value that may be changed in place, where its users would not all see that as in the model.
@@ -318,7 +353,7 @@ class _Cut:
         """Return the name of a value among the skips."""
         return f"skip_{node.name}"
 
-    def part(self, stage: int) -> nn.Module:
+    def _part(self, stage: int) -> nn.Module:
         """Return the module of a stage."""
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         passed = self._passed(stage - 1)
@@ -345,9 +380,10 @@ class _Cut:
         graph.lint()
         part = fx.GraphModule(self._model, graph, f"{type(self._model).__name__}Stage{stage}")
         saved = self._model.state_dict().keys()
-        for path in part.state_dict().keys() - saved:  # torch.fx makes all tensors that it meets buffers that are saved
+        for path in dict(part.named_buffers()).keys() - saved:  # torch.fx makes all tensors that it meets buffers that are saved
             owner, _, name = path.rpartition(".")
-            part.get_submodule(owner)._non_persistent_buffers_set.add(name)
+            below = part.get_submodule(owner)
+            below.register_buffer(name, below.get_buffer(name), persistent=False)
         return part
 
     def _passed(self, stage: int) -> list[fx.Node]:

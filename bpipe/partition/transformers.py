@@ -20,7 +20,9 @@ from bpipe.errors import ConfigurationError
 from bpipe.estimate.stages import split_layers
 from bpipe.partition.model_split import listed, split_model
 from bpipe.partition.name_lists import OF_PARAMETERS
-from bpipe.partition.prove import NotProvenError, difference_when_cut, text_config
+from bpipe.partition.prove import NotProvenError, difference_when_cut
+from bpipe.partition.router_loss import ASKS, is_configured
+from bpipe.partition.shrink import text_config
 from bpipe.partition.stage_class import stage_class
 
 __all__ = ["split_transformer", "transformer_layers"]
@@ -33,11 +35,16 @@ def split_transformer(
 ) -> list[nn.Module]:
     """Cut a Hugging Face Transformers model into stages.
 
-    The first stage takes `input_ids` as its positional argument, the others hidden states [batch, sequence, width]; the last one
-    returns logits as a plain tensor (a model without a head, its last hidden states), the others hidden states. Every stage takes
-    the keyword arguments that the model takes, such as `attention_mask` and `position_ids`: give those to `step` on every rank.
-    Nothing is cached. Stages share the modules and parameters of the model, under its names; a weight that input embeddings and
-    head share is on the first stage and on the last, so sum its gradients where these are different processes.
+    The first stage takes `input_ids` as its positional argument or by name, the others hidden states [batch, sequence, width]; the
+    last one returns logits as a plain tensor (a model without a head, its last hidden states), the others hidden states. Every
+    stage takes the keyword arguments that the model takes, such as `attention_mask` and `position_ids`: give those to `step` on
+    every rank. Nothing is cached. Stages share the modules and parameters of the model, under its names; a weight that input
+    embeddings and head share is on the first stage and on the last: where these are different processes, make `TiedWeights` of it
+    before the first step, which is refused without.
+
+    With `output_router_logits`, in the configuration or in `step` on every rank, a mixture of experts trains with the loss of its
+    router, too: the logits of all layers reach the last stage, and the gradient of the model's loss of them comes with that of
+    `loss_fn`. It is not among `losses`, and a `GradScaler` does not scale it: use bfloat16 there.
 
     It cuts encoders and decoders of words that have one series of layers and whose forward takes `inputs_embeds`;
     docs/transformers.md lists the classes. The cut is proven before the stages are returned: a small model of the same kind, cut
@@ -68,10 +75,25 @@ def split_transformer(
         >>> second(first(torch.zeros(1, 4, dtype=torch.long))).shape
         torch.Size([1, 4, 32])
     """
+    _check_outputs(model)
     parts = _cut(model, stages)
     if prove:
         _prove(model, stages, len(parts))
     return parts
+
+
+def _check_outputs(model: nn.Module) -> None:
+    """Raise if the configuration asks for outputs that a last stage does not return, which would be lost."""
+    base, config = _base_of(model), cast(Any, model.config)
+    parts, names = (config, text_config(config)), ("output_hidden_states", "output_attentions")
+    asked = [f"{name}=True" for name in names if any(getattr(one, name, False) for one in parts)]
+    asked += ["return_dict=False"] if getattr(config, "return_dict", True) is False else []
+    asked += [f"{ASKS}=True"] if base is model and is_configured(config) else []
+    if asked:
+        raise ConfigurationError(
+            f"{_what(model)} with {' and '.join(asked)} in its configuration: the last stage returns logits or hidden states "
+            "alone, as a tensor. Leave that out; for what is inside, register a forward hook on a module of the stage"
+        )
 
 
 def _prove(model: nn.Module, stages: int | Sequence[int] | Sequence[Sequence[str]], num_stages: int) -> None:
@@ -135,16 +157,16 @@ def transformer_layers(model: nn.Module) -> list[tuple[str, ...]]:
         ('model.layers.0',)
     """
     outline = _outline(model)
-    return [group for group in (outline.before, *((name,) for name in outline.layers), outline.after) if group]
+    return [tuple(group) for group in (outline.before, *([name] for name in outline.layers), outline.after) if group]
 
 
 class _Outline(NamedTuple):
     """The modules of a model, by the stages that they go to."""
 
-    before: tuple[str, ...]  # on the first stage
-    layers: tuple[str, ...]
-    after: tuple[str, ...]  # on the last stage
-    everywhere: tuple[str, ...]  # without parameters, and used by every layer
+    before: list[str]  # on the first stage
+    layers: list[str]
+    after: list[str]  # on the last stage
+    everywhere: list[str]  # without parameters, and used by every layer
     missing: dict[str, str]  # what stands for those of `before` on later stages, where it is not "pass"
     keep_positions: bool  # whether a layer's kind is looked up by its position
 
@@ -153,23 +175,22 @@ def _outline(model: nn.Module) -> _Outline:
     base = _base_of(model)
     prefix = "" if base is model else f"{next(name for name, module in model.named_modules() if module is base)}."
     series = prefix + _series(base, model)
-    found: dict[str, list[str]] = {"before": [], "after": [], "everywhere": []}
+    before, after, everywhere = list[str](), list[str](), list[str]()
     entries = cast(nn.ModuleList, model.get_submodule(series))
     for name, module, is_before in _beside(model, series):
         if isinstance(module, OF_PARAMETERS) and module._parameters.keys() == entries._modules.keys():
             continue  # split_model leaves each with its layer
-        place = "everywhere" if "rotary" in type(module).__name__.lower() else "before" if is_before else "after"
         if not name.startswith(prefix):
-            place = "after"
-        found[place].append(name)
-    return _Outline(
-        before=tuple(found["before"]),
-        layers=tuple(f"{series}.{index}" for index in range(len(entries))),
-        after=tuple(sorted(found["after"], key=lambda name: not name.startswith(prefix))),  # a head comes last
-        everywhere=tuple(found["everywhere"]),
-        missing={name: "zero" for name in found["before"] if _is_added(model.get_submodule(name))},
-        keep_positions=getattr(text_config(model.config), "layer_types", None) is not None,
-    )
+            after.append(name)
+        elif "rotary" in type(module).__name__.lower():
+            everywhere.append(name)
+        else:
+            (before if is_before else after).append(name)
+    layers = [f"{series}.{index}" for index in range(len(entries))]
+    after.sort(key=lambda name: not name.startswith(prefix))  # a head comes last
+    missing = {name: "zero" for name in before if _is_added(model.get_submodule(name))}
+    keep_positions = getattr(text_config(model.config), "layer_types", None) is not None
+    return _Outline(before, layers, after, everywhere, missing, keep_positions)
 
 
 def _base_of(model: nn.Module) -> nn.Module:
@@ -228,7 +249,7 @@ def _lists(outline: _Outline, stages: int | Sequence[int] | Sequence[Sequence[st
     if all(not isinstance(one, int) for one in stages):
         return [listed(cast(Sequence[str], one)) for one in stages]
     counts = split_layers(len(outline.layers), len(stages), cast(Sequence[int], stages))
-    lists = [list(outline.layers[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]
+    lists = [outline.layers[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
     lists[0][:0] = outline.before
     lists[-1] += outline.after
     return lists

@@ -136,15 +136,14 @@ def _arrived(place: int, starts: Sequence[int], made: int) -> int:
 
 
 def _evicted(plan: Plan, rank: int, starts: Sequence[Sequence[int]]) -> dict[MicrobatchKey, int]:
-    """Return when the computation begins before which, or inside which, each microbatch has been evicted from a rank."""
+    """Return when the computation begins before which each microbatch has been evicted from a rank."""
     evicted: dict[MicrobatchKey, int] = {}
-    begun, inside = 0, False
+    begun = 0
     for action in plan.actions[rank]:
         if action.op in COMPUTE:
-            begun += not (action.part and plan.goes_on(action))
-            inside = action.part != 0 and not plan.ends(action)
-        elif action.op is Op.WAIT_EVICT and begun - inside < len(starts[rank]):
-            evicted.setdefault(action.key, starts[rank][begun - inside])
+            begun += 1
+        elif action.op is Op.WAIT_EVICT and begun < len(starts[rank]):
+            evicted.setdefault(action.key, starts[rank][begun])
     return evicted
 
 
@@ -223,16 +222,11 @@ class _Lane:
         self.plan, self.rank, self.begins, self.slices, self.exchanges = plan, rank, begins, plan.slices, exchanges
         self.steps: list[Action] = []
         self.before: list[list[Action]] = [[]]  # evictions and loads at each boundary
-        self.inside: list[list[Action]] = []  # the first piece of each computation, with the actions between its pieces
         for action in plan.actions[rank]:
             if action[0] not in COMPUTE:
                 self.before[-1].append(action)
-            elif action[3] and plan.goes_on(action):
-                self.inside[-1] += [*self.before[-1], action]
-                self.before[-1] = []
             else:
-                self.steps.append(action._replace(part=0) if action[3] else action)
-                self.inside.append([action])
+                self.steps.append(action)
                 self.before.append([])
         # The boundary before each computation; of a backward that runs beside a forward, the one before both.
         self.boundaries = list(range(len(self.steps)))
@@ -252,12 +246,12 @@ class _Lane:
         exchanged: list[list[Action]] = [[] for _ in self.steps]
         for after, action in self.exchanges:
             exchanged[after - 1].append(action)
-        for step, inside, arriving, sends, exchanges, (posted, early, completed, moves) in zip(
-            self.steps, self.inside, self.arriving, self.sends, exchanged, at_boundary
+        for step, arriving, sends, exchanges, (posted, early, completed, moves) in zip(
+            self.steps, self.arriving, self.sends, exchanged, at_boundary
         ):
             _, stage, microbatch, _, _ = step
             lane += arriving
-            lane += inside
+            lane.append(step)
             for send in sends:
                 made.append(_action((send[0], stage, microbatch, send[2], send[3])))
             if not pairs or not self.plan.begins_pair(step):
@@ -317,11 +311,10 @@ class _Lane:
     def _due(self) -> Iterator[tuple[Action, _Route, int]]:
         """Yield for each send, the latest first: its computation, its route, and the boundary by which it should be complete."""
         end, backward, evicted = len(self.steps), Op.SEND_B, Op.WAIT_EVICT
-        inside = [(i, a) for i, pieces in enumerate(self.inside) if len(pieces) > 1 for a in pieces]
         moves = [(i, a) for i, before in enumerate(self.before) for a in before]
         # For a forward's result.
         latest = {step[1:3]: boundary for step, boundary in zip(self.steps, self.boundaries) if step[0] in BACKWARD}
-        for index, action in (*moves, *inside):
+        for index, action in moves:
             if action[0] is evicted:
                 latest[action[1:3]] = min(index, latest.get(action[1:3], end))
         following: dict[tuple[Op, int], int] = {}
@@ -334,19 +327,15 @@ class _Lane:
 
 
 def without_transfers(plan: Plan, *, keeps_recomputed: bool = False) -> Plan:
-    """Return a plan without its transfers, recomputations and budgets, but with its pieces: the input of a balance pass."""
+    """Return a plan without its transfers, recomputations and budgets: the input of a balance pass."""
     kept = KEPT | {Op.R} if keeps_recomputed else KEPT
     lanes = tuple(tuple(a for a in lane if a[0] in kept and a[4] is None) for lane in plan.actions)
     return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=(None,) * plan.num_ranks, budgets=None)
 
 
 def computations_only(plan: Plan) -> Plan:
-    """Return a plan without its transfers, recomputations, budgets and sizes, with all computations whole."""
-    whole = tuple(
-        tuple(a._replace(part=0) if a[3] else a for a in lane if not (a[3] and a[0] in COMPUTE and plan.goes_on(a)))
-        for lane in plan.actions
-    )
-    return replace(without_transfers(replace(plan, actions=whole)), sizes=None)
+    """Return a plan without its transfers, recomputations, budgets and sizes."""
+    return replace(without_transfers(plan), sizes=None)
 
 
 def forward_only(plan: Plan) -> Plan:

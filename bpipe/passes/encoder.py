@@ -18,6 +18,7 @@ from heapq import heappop, heappush
 from itertools import chain
 from math import inf
 
+from bpipe.checks import is_count
 from bpipe.errors import ConfigurationError
 from bpipe.passes.communicate import communicate, computations_only
 from bpipe.plan.action import BACKWARD, Action, Op
@@ -55,7 +56,7 @@ def with_encoder(plan: Plan, pieces: int, costs: Costs, *, rank: int = 0, most: 
     """
     if plan.slices > 1 or plan.directions > 1 or plan.skips or plan.overlapped or plan.paths or not plan.has_backward:
         raise ConfigurationError("an encoder takes a training plan of whole microbatches, in one direction, without skips or pairs")
-    if isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1 or not 0 <= rank < plan.num_ranks:
+    if not is_count(pieces) or not 0 <= rank < plan.num_ranks:
         raise ConfigurationError(
             f"pieces={pieces!r}, rank={rank!r}: give at least one piece, and one of the plan's {plan.num_ranks} ranks"
         )

@@ -12,12 +12,12 @@ from dataclasses import replace
 from math import inf
 from typing import NamedTuple
 
+from bpipe.checks import budgets_of
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.passes.balance.problem import Problem, Solution, may_fit
 from bpipe.passes.communicate import communicate, computations_only
-from bpipe.passes.fit import Budgets, checked, raised, refusal, smallest
+from bpipe.passes.fit import Budgets, raised, refusal, smallest
 from bpipe.passes.recompute import RecomputeSearch, Which, recompute_first
-from bpipe.plan.action import Op
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
@@ -72,7 +72,7 @@ def evict_or_recompute(
 
     Raises:
         BudgetError: the budget cannot be met; the message names the smallest that can, to within 1/1024 of the highest peak.
-        ConfigurationError: the plan has no backward or is in pieces, or the other arguments do not fit it.
+        ConfigurationError: the plan has no backward, or the other arguments do not fit it.
 
     Example:
         >>> from bpipe.schedules import Link, build, finish
@@ -83,11 +83,9 @@ def evict_or_recompute(
     """
     if not plan.has_backward:
         raise ConfigurationError(f"{plan.name} has no backward, so it saves no activations to evict or recompute")
-    if any(action.part and action.op in (Op.F, Op.B) for lane in plan.actions for action in lane):
-        raise ConfigurationError(f"{plan.name} computes in pieces, which cannot be recomputed: use balance, or whole computations")
     sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
     search = _Search(replace(computations_only(plan), sizes=sizes), Destinations() if to is None else to, costs)
-    given = checked(budgets, plan.num_ranks, "budgets")
+    given = budgets_of("budgets", budgets, plan.num_ranks)
     found = search.within(given)
     if found is None:
         raise search.refusal(given)

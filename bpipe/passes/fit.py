@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.errors import BudgetError
 from bpipe.plan.amounts import show_each
 from bpipe.plan.plan import Plan
 
@@ -38,14 +38,6 @@ def smallest(attempt: Callable[[int], tuple[int, T] | None], least: int, found: 
         else:
             found = tried
     return found
-
-
-def checked(given: int | Sequence[int | None] | None, num_ranks: int, name: str) -> Budgets:
-    """Return one budget per rank."""
-    budgets = tuple(given) if isinstance(given, Sequence) else (given,) * num_ranks
-    if len(budgets) != num_ranks or not all(k is None or (type(k) is int and k > 0) for k in budgets):
-        raise ConfigurationError(f"{name}={given!r}: give a whole number of at least 1, or one for each of {num_ranks} ranks")
-    return budgets
 
 
 def raised(budgets: Budgets, more: int) -> Budgets:

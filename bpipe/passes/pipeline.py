@@ -1,6 +1,6 @@
 """Passes as values: a name and a function from a valid plan to a valid plan, and pipelines that run several in order.
 
-computations -> split into pieces -> budget: balance or recompute, or both -> communicate
+computations -> budget: balance or recompute, or both -> communicate
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from bpipe.passes.balance.balance import balance, by_count, minimize_peak
 from bpipe.passes.communicate import communicate, computations_only, forward_only
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.overlap import overlap
-from bpipe.passes.pieces import in_pieces
 from bpipe.passes.profiling_order import profiling_order
 from bpipe.passes.recompute import recompute, recompute_by_count
 from bpipe.plan.plan import Plan
@@ -30,9 +29,8 @@ class Phase(IntEnum):
     """The purpose of a pass, in the order in which a pipeline runs passes."""
 
     COMPUTATIONS = 0  # choose the computations and their order
-    PIECES = 1  # cut them into pieces
-    BUDGET = 2  # evict or recompute to keep to a budget
-    TRANSFERS = 3  # add the transfers between stages
+    BUDGET = 1  # evict or recompute to keep to a budget
+    TRANSFERS = 2  # add the transfers between stages
 
 
 PHASES: Mapping[Callable[..., Plan], Phase] = {
@@ -40,7 +38,6 @@ PHASES: Mapping[Callable[..., Plan], Phase] = {
     forward_only: Phase.COMPUTATIONS,
     profiling_order: Phase.COMPUTATIONS,
     overlap: Phase.COMPUTATIONS,
-    in_pieces: Phase.PIECES,
     balance: Phase.BUDGET,
     minimize_peak: Phase.BUDGET,
     by_count: Phase.BUDGET,
@@ -49,7 +46,6 @@ PHASES: Mapping[Callable[..., Plan], Phase] = {
     evict_or_recompute: Phase.BUDGET,
     communicate: Phase.TRANSFERS,
 }
-WHOLE = frozenset({"recompute", "recompute_by_count", "evict_or_recompute"})  # passes that need whole computations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +120,8 @@ def _conflict(first: Pass, second: Pass) -> str:
         return f"it decides again what moves and what is recomputed. Use one of them, or {evict_or_recompute.__name__} for both"
     if first.phase is second.phase is Phase.TRANSFERS:
         return "the transfers are there already. Leave one of them out"
-    if first.phase is second.phase is Phase.PIECES:
-        return "the computations are in pieces already. Leave one of them out"
     if second.phase < first.phase:
         return f"it drops what {first.name} adds. Put {second.name} before {first.name}"
-    if first.name == forward_only.__name__ and second.phase in (Phase.PIECES, Phase.BUDGET):
+    if first.name == forward_only.__name__ and second.phase is Phase.BUDGET:
         return "forwards alone save nothing for a backward. Leave it out"
-    if first.phase is Phase.PIECES and second.name in WHOLE:
-        return f"it runs computations whole. Leave out {first.name}, or use balance"
     return ""

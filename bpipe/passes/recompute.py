@@ -18,10 +18,11 @@ from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
+from bpipe.checks import budgets_of
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.passes.balance.balance import default_slots
 from bpipe.passes.communicate import communicate, computations_only
-from bpipe.passes.fit import Budgets, checked, raised, refusal, smallest
+from bpipe.passes.fit import Budgets, raised, refusal, smallest
 from bpipe.plan.action import BACKWARD, Action, Op
 from bpipe.plan.meter import Amount
 from bpipe.plan.plan import Plan
@@ -69,7 +70,7 @@ def recompute(
     if given is None:
         lowest = search.lowest((0,) * plan.num_ranks)
         return replace(lowest, budgets=(max(_peaks(lowest)),) * plan.num_ranks)
-    each = checked(given, plan.num_ranks, "slots" if sizes is None else "budgets")
+    each = budgets_of("slots" if sizes is None else "budgets", given, plan.num_ranks)
     found = search.within(each)
     if found is None:
         raise search.refusal(each)

@@ -243,11 +243,6 @@ class Action(NamedTuple):
         return self[0] is Op.REDUCE_GRAD and self[4] is not None
 
     @property
-    def full_text(self) -> str:
-        """The action with its peer, as `parse` reads it."""
-        return f"{self}{self.at_peer}"
-
-    @property
     def at_peer(self) -> str:
         """The peer as it is written after the action; empty without one."""
         return "" if self.peer is None else f"@{'host' if self.peer == HOST else self.peer}"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from bpipe.checks import check_choice
 from bpipe.errors import ConfigurationError
 from bpipe.plan.action import HOST
 
@@ -52,8 +53,7 @@ class Destinations:
             )
         if self.nodes is not None and len(self.nodes) != num_ranks:
             raise ConfigurationError(f"nodes={tuple(self.nodes)}: give the node of each of {num_ranks} ranks")
-        if self.host not in get_args(Host):
-            raise ConfigurationError(f"host={self.host!r}: choose 'no', 'last' or 'only'")
+        check_choice("host", self.host, get_args(Host))
 
     def of(self, rank: int, room: Sequence[int | None]) -> list[int]:
         """Return the acceptors of a rank, best first: its pair, its node, then by free memory; None means unlimited."""

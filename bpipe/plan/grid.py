@@ -74,8 +74,8 @@ def where(plan: PlanData, positions: Mapping[int, int], names: Sequence[str]) ->
 def _num_done(plan: PlanData, rank: int, position: int) -> int:
     """Return how many of a rank's computations have ended before a position of its lane; one less if all have."""
     lane = plan.actions[rank]
-    done = sum(plan.ends(action) for action in lane[:position] if action.op in COMPUTE)
-    return min(done, sum(plan.ends(action) for action in lane if action.op in COMPUTE) - 1)
+    done = sum(action.op in COMPUTE for action in lane[:position])
+    return min(done, sum(action.op in COMPUTE for action in lane) - 1)
 
 
 class _Clocked(NamedTuple):
@@ -132,12 +132,12 @@ def _cells(plan: PlanData, lane: Sequence[Action], starts: Sequence[int], window
 
 
 def _moves(plan: PlanData, rank: int, starts: Sequence[int], length: int) -> dict[int, str]:
-    """Return the marks of evictions and loads by column: that of the computation that follows, or that they interrupt."""
+    """Return the marks of evictions and loads by column: that of the computation that follows."""
     moves: dict[int, dict[str, None]] = {}
     done = 0
     for action in plan.actions[rank]:
         if action.op in COMPUTE:
-            done += plan.ends(action)
+            done += 1
         elif action.op in MARKS:
             column = starts[min(done, len(starts) - 1)]
             mark = f"{MARKS[action.op][action.peer == HOST]}{unit_text(action.microbatch, plan.slices)}"

@@ -88,7 +88,6 @@ class _Lane:
         self.actions, self._ends = actions, ends
         self.position = 0
         self._now, self._end = 0, next(ends, 0)  # the end times of the previous computation and of the next one
-        self.is_inside = False  # whether it is inside a computation that runs in pieces
 
     def is_done(self) -> bool:
         return self.position == len(self.actions)
@@ -97,11 +96,9 @@ class _Lane:
         """Return when the next action is issued: a computation when it ends, so that transfers before that are issued first."""
         return self._end if self.actions[self.position].op in _WITH_COMPUTATION else self._now
 
-    def computed(self, is_over: bool) -> None:
-        """Note that a computation, or a piece of one, has been issued."""
-        self.is_inside = not is_over
-        if is_over:
-            self._now, self._end = self._end, next(self._ends, self._end)
+    def computed(self) -> None:
+        """Note that a computation has been issued."""
+        self._now, self._end = self._end, next(self._ends, self._end)
 
 
 class _Issuing:
@@ -139,7 +136,7 @@ class _Issuing:
         return self._orders
 
     def _advance(self, rank: int) -> list[int]:
-        """Issue the next action of a rank, or all of a computation in pieces, or of a pair; return the ranks that may go on."""
+        """Issue the next action of a rank, or both of a pair; return the ranks that may go on."""
         lane, able = self._lanes[rank], [rank]
         while True:
             action = lane.actions[lane.position]
@@ -149,8 +146,8 @@ class _Issuing:
             able += woken
             lane.position += 1
             if action.op in COMPUTE:
-                lane.computed(self._plan.ends(action))
-            if not lane.is_inside and not self._plan.begins_pair(action):
+                lane.computed()
+            if not self._plan.begins_pair(action):
                 return able
 
     def _issue(self, rank: int, action: Action) -> list[int] | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from bpipe.plan.action import COMPUTE, Action, MicrobatchKey, Op
+from bpipe.plan.action import Action, MicrobatchKey, Op
 from bpipe.plan.sizes import Sizes, StageSizes
 from bpipe.skips.holds import Hold, changes, holds_of
 from bpipe.skips.routes import Skip
@@ -42,19 +42,15 @@ class Meter(NamedTuple):
 
 
 def meter_of(saved: Amount, moved: Amount) -> Meter:
-    """Return a meter where a forward's saved memory counts until its backward ends, and moving memory counts at both ends.
-
-    Each piece of a forward or a backward allocates or frees the memory that the piece saves.
-    """
+    """Return a meter where a forward's saved memory counts until its backward ends, and moving memory counts at both ends."""
     takes = {Op.F: saved, Op.LOAD: moved, Op.ACCEPT: moved}
     gives = {Op.B: saved, Op.W: saved, Op.WAIT_EVICT: moved, Op.WAIT_RETURN: moved}
     return Meter(Amounts(takes, gives), Amounts({Op.R: saved}, {Op.B: saved, Op.W: saved}))
 
 
 def slot(action: Action) -> int:
-    """Count every microbatch as 1: its parts count as 0, except the first piece of a computation, which stands for all."""
-    part = action[3]
-    return 1 if part == 0 or (part == 1 and action[0] in COMPUTE) else 0
+    """Count every microbatch as 1, and its parts as 0."""
+    return 1 if action[3] == 0 else 0
 
 
 SLOTS = meter_of(slot, slot)
@@ -163,9 +159,7 @@ def _local_messages(own: StageSizes, *, is_first: bool) -> _Messages:
 
 
 @lru_cache(maxsize=64)
-def bytes_meter(
-    sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, skips: tuple[Skip, ...] = (), local: bool = False
-) -> Meter:
+def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, skips: tuple[Skip, ...] = (), *, local: bool) -> Meter:
     """Return a meter of bytes, messages between stages included; a microbatch passes `depth` stages.
 
     If plans are `local`, gradients stay in their stage.
@@ -194,64 +188,41 @@ def _of_unit(amounts: Sequence[Amount]) -> Amount:
 
 
 def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, *, local: bool) -> Meter:
-    """Return a meter of bytes for units that all have the same sizes.
-
-    For a computation in pieces, the input counts until the last piece of the forward has run, and the output from then on; the
-    gradient of the output counts during the first piece of the backward, that of the input from its last one on. Gradients of
-    the states of slices come and go with the last piece of a backward.
-    """
+    """Return a meter of bytes for units that all have the same sizes."""
     messages = [_messages(sizes, stage_ranks, depth, stage, local=local) for stage in range(len(stage_ranks))]
 
-    def amounts(of: Callable[[int, int, int], int]) -> Amount:
-        """Tabulate the amount of an action, by its stage, its part and its stage's number of parts; part 0 stands for all."""
-        table = [[of(s, part, len(stage.parts)) for part in range(len(stage.parts) + 1)] for s, stage in enumerate(sizes.stages)]
-        return lambda action: table[action[1]][action[3]]
-
-    def messages_of(of: Callable[[int], int]) -> Amount:
-        """Tabulate the amount of a message with a neighbour, by the stage; sizes say nothing of a message of skips."""
-        table = list(map(of, range(len(sizes.stages))))
+    def amounts(of: Callable[[StageSizes, _Messages], int]) -> Amount:
+        """Tabulate the amount of a computation, or of a message with a neighbour, by the stage; messages of skips count apart."""
+        table = list(map(of, sizes.stages, messages))
         return lambda action: 0 if action[3] else table[action[1]]
 
-    def saved(stage: int, part: int) -> int:
-        own = sizes.stages[stage]
-        return own.parts[part - 1] + own.fixed * (part == 1) if part else own.saved
-
-    own = meter_of(amounts(lambda s, part, n: saved(s, part)), amounts(lambda s, part, n: sizes.stages[s].moved(part))).usual
+    moved = [[own.moved(part) for part in range(len(own.parts) + 1)] for own in sizes.stages]
+    own = meter_of(amounts(lambda own, of: own.saved), lambda action: moved[action[1]][action[3]]).usual
     takes: dict[Op, Amount] = {
-        Op.RECV_F: messages_of(lambda s: sizes.stages[s].received),
-        Op.F: amounts(lambda s, part, n: saved(s, part) + messages[s].made * (part in (0, n)) - messages[s].kept * (part == 0)),
-        Op.RECV_B: messages_of(lambda s: sizes.stages[s].sent),
-        Op.B: amounts(
-            lambda s, part, n: (sizes.stages[s].given + messages[s].result) * (part in (0, 1))
-            + messages[s].begun * (part in (0, n))
-        ),
-        Op.I: amounts(lambda s, part, n: messages[s].result + sizes.stages[s].given + messages[s].begun),
-        Op.REDUCE_GRAD: amounts(lambda s, part, n: sizes.stages[s].gradients),
+        Op.RECV_F: amounts(lambda own, of: own.received),
+        Op.F: amounts(lambda own, of: own.saved + of.made - of.kept),
+        Op.RECV_B: amounts(lambda own, of: own.sent),
+        Op.B: amounts(lambda own, of: own.given + of.result + of.begun),
+        Op.I: amounts(lambda own, of: own.given + of.result + of.begun),
+        Op.REDUCE_GRAD: amounts(lambda own, of: own.gradients),
     }
     gives: dict[Op, Amount] = {
-        Op.F: amounts(
-            lambda s, part, n: (messages[s].handed + messages[s].ended) * (part in (0, n)) - messages[s].kept * (part == 0)
-        ),
-        Op.WAIT_SEND_F: messages_of(lambda s: messages[s].in_flight),
-        Op.B: amounts(
-            lambda s, part, n: saved(s, part) + messages[s].used * (part in (0, n)) + sizes.stages[s].collected * (part in (0, 1))
-            - messages[s].sending * (part in (0, 1))
-        ),
-        Op.I: amounts(
-            lambda s, part, n: messages[s].used + sizes.stages[s].collected + sizes.stages[s].saved - sizes.stages[s].late
-        ),
-        Op.W: amounts(lambda s, part, n: sizes.stages[s].late),
-        Op.WAIT_SEND_B: messages_of(lambda s: messages[s].result),
-        Op.WAIT_REDUCE_GRAD: amounts(lambda s, part, n: sizes.stages[s].gradients),
+        Op.F: amounts(lambda own, of: of.handed + of.ended - of.kept),
+        Op.WAIT_SEND_F: amounts(lambda own, of: of.in_flight),
+        Op.B: amounts(lambda own, of: own.saved + of.used + own.collected - of.sending),
+        Op.I: amounts(lambda own, of: own.saved + of.used + own.collected - own.late),
+        Op.W: amounts(lambda own, of: own.late),
+        Op.WAIT_SEND_B: amounts(lambda own, of: of.result),
+        Op.WAIT_REDUCE_GRAD: amounts(lambda own, of: own.gradients),
     }
     takes_again = {
-        Op.F: amounts(lambda s, part, n: sizes.stages[s].sent + sizes.stages[s].state),
-        Op.R: amounts(lambda s, part, n: messages[s].made + sizes.stages[s].saved - messages[s].kept),
+        Op.F: amounts(lambda own, of: own.sent + own.state),
+        Op.R: amounts(lambda own, of: of.made + own.saved - of.kept),
     }
     gives_again = {
-        Op.F: amounts(lambda s, part, n: sizes.stages[s].sent * ((s + 1) % depth == 0)),
-        Op.WAIT_SEND_F: messages_of(lambda s: sizes.stages[s].sent),
-        Op.R: amounts(lambda s, part, n: messages[s].made + messages[s].handed - messages[s].kept + sizes.stages[s].state),
+        Op.F: lambda action: sizes.stages[action[1]].sent * ((action[1] + 1) % depth == 0),
+        Op.WAIT_SEND_F: amounts(lambda own, of: own.sent),
+        Op.R: amounts(lambda own, of: of.made + of.handed - of.kept + own.state),
     }
     again = Amounts({**takes, **takes_again}, {**gives, **gives_again})
     return Meter(Amounts({**own.takes, **takes}, {**own.gives, **gives}), again)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
@@ -125,31 +125,10 @@ def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int, dept
 def clock_of(plan: PlanData, lanes: Sequence[Sequence[Action]]) -> tuple[list[array[int]], Moments]:
     """Return the `clock` of the computations of a plan, and the same for each result: when the computation starts that makes it."""
     replicas = plan.num_stages // plan.depth if plan.paths else 1
-    return clock_by_result(lanes, plan.num_stages, plan.slices, plan.directions, plan.overlapped, plan.local, replicas)
+    return clock(lanes, plan.num_stages, plan.slices, plan.directions, plan.overlapped, plan.local, replicas)
 
 
 def clock(
-    lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1, directions: int = 1, *, local: bool = False
-) -> list[array[int]]:
-    """Compute when each computation starts, if F, I and W take one unit each, B takes two, and transfers take none.
-
-    Args:
-        lanes: the computations of each rank, whole ones.
-        num_stages: of all ranks together.
-        slices: k, the slices of a microbatch, which need the state of each other besides their inputs.
-        directions: 2 if stages of the second half run other microbatches than those of the first half.
-        local: whether gradients stay in their stage.
-
-    Returns:
-        One list of start times per rank, as long as its lane.
-
-    Raises:
-        PlanError: the lanes wait for each other in a cycle, or lack microbatches.
-    """
-    return clock_by_result(lanes, num_stages, slices, directions, local=local)[0]
-
-
-def clock_by_result(
     lanes: Sequence[Sequence[Action]],
     num_stages: int,
     slices: int = 1,
@@ -158,23 +137,32 @@ def clock_by_result(
     local: bool = False,
     replicas: int = 1,
 ) -> tuple[list[array[int]], Moments]:
-    """Return the start times of `clock`, and the same for each result: when the computation starts that makes it.
+    """Compute when each computation starts, if F, I and W take one unit each, B takes two, and transfers take none.
 
-    Of the `replicas` of a stage, each microbatch passes one; so these share their results, and those of the neighbour are there
-    whichever of its replicas made them.
+    Args:
+        lanes: the computations of each rank, whole ones.
+        num_stages: of all ranks together.
+        slices: k, the slices of a microbatch, which need the state of each other besides their inputs.
+        directions: 2 if stages of the second half run other microbatches than those of the first half.
+        overlapped: the forwards that begin when the backward behind them can run, too, right after it; what they make is there when
+            that has ended.
+        local: whether gradients stay in their stage.
+        replicas: of a stage, of which each microbatch passes one; so these share their results, and those of the neighbour are
+            there whichever of its replicas made them.
 
-    A forward in `overlapped` begins when the backward behind it can run, too, right after it; what it makes is there when that
-    has ended. If plans are `local`, gradients stay in their stage.
+    Returns:
+        One list of start times per rank, as long as its lane; and for each result when the computation starts that makes it.
+
+    Raises:
+        PlanError: the lanes wait for each other in a cycle, or lack microbatches.
     """
     num_own = num_stages // replicas
     num_microbatches = num_microbatches_of(lanes, num_stages, num_own)
     begins, ends = (Moments(num_stages, num_microbatches, num_own) for _ in range(2))
     at_once = array("q", [0]) * num_microbatches
-    kinds = {}  # of computation: what it needs, when that has ended; its own result, when that begins, and has ended; its duration
-    for (op, stage), ended in ends.by_computation().items():
-        needed = needs(Action(op, stage % num_own, 0), num_own // directions, local=local)
-        needs_ended, result = at_once if needed is None else ends.of(*needed[:2]), (RESULT[op], stage % num_own)
-        kinds[op, stage] = (needed and needed[:2], needs_ended, result, begins.of(*result), ended, UNITS[op])
+    kinds = _kinds_of_computation(
+        begins, ends, at_once, num_own, lambda first: needs(first, num_own // directions, local=local)
+    )
     starts = [array("q") for _ in lanes]
     free = [0] * len(lanes)
     waiting: dict[tuple[tuple[Op, int] | None, int], list[int]] = defaultdict(list)
@@ -213,6 +201,34 @@ def clock_by_result(
                 runnable.extend(waiting.pop((result, microbatch)))
             ended[microbatch] = end or now
         free[rank] = now
+    _check_all_ran(lanes, starts, slices)
+    return starts, begins
+
+
+class _Kind(NamedTuple):
+    """What all computations of one operation and stage have in common; times are by microbatch."""
+
+    need: tuple[Op, int] | None  # the result that one needs
+    needs_ended: array[int]
+    result: tuple[Op, int]
+    begun: array[int]
+    ended: array[int]
+    units: int  # its duration
+
+
+def _kinds_of_computation(
+    begins: Moments, ends: Moments, at_once: array[int], num_own: int, needed_by: Callable[[Action], OpKey | None]
+) -> dict[tuple[Op, int], _Kind]:
+    kinds = {}
+    for (op, stage), ended in ends.by_computation().items():
+        own = stage % num_own
+        needed, result = needed_by(Action(op, own, 0)), (RESULT[op], own)
+        needs_ended = at_once if needed is None else ends.of(*needed[:2])
+        kinds[op, stage] = _Kind(needed and needed[:2], needs_ended, result, begins.of(*result), ended, UNITS[op])
+    return kinds
+
+
+def _check_all_ran(lanes: Sequence[Sequence[Action]], starts: Sequence[array[int]], slices: int) -> None:
     stuck = [
         f"rank {rank} before {lane[len(done)].text(slices)}"
         for rank, (done, lane) in enumerate(zip(starts, lanes))
@@ -221,7 +237,6 @@ def clock_by_result(
     if stuck:
         more = f" and {len(stuck) - MOST_TOLD} more" * (len(stuck) > MOST_TOLD)
         raise PlanError(f"no order of the computations works: {', '.join(stuck[:MOST_TOLD])}{more} wait for each other")
-    return starts, begins
 
 
 def _enablers() -> dict[Op, tuple[Op, int]]:
@@ -266,7 +281,7 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
     """Run the plan with unbuffered transfers, every lane as far as it can go.
 
     No rank ever has a choice, so this one greedy run decides for all interleavings: if it ends, every execution ends. Acceptors
-    run first, then a rank inside a computation in pieces, so that nothing else is computed between its pieces.
+    run first.
 
     Args:
         plan: its actions must name its stages and microbatches, and no others.
@@ -277,24 +292,18 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
     """
     lanes, num_ranks = list(enumerate(plan.actions)), plan.num_ranks
     lanes += [(rank, chain) for rank in range(num_ranks) for chain in plan.chains(rank).values()]
-    if order is None:  # what stands alone holds nothing up; but for pieces, between which no other lane may compute
-        lanes = [(rank, tuple([a for a in lane if a[0] in LINKED or a[3]])) for rank, lane in lanes]
+    if order is None:  # what stands alone holds nothing up
+        lanes = [(rank, tuple([a for a in lane if a[0] in LINKED])) for rank, lane in lanes]
     positions = [0] * len(lanes)
     width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
     num_stages, num_own = plan.num_stages, plan.depth if plan.paths else plan.num_stages
-    # A microbatch passes one replica of a stage: what has happened there has happened for all of them, wherever its neighbours are.
-    happened: Happened = {
-        op: [bytearray(plan.num_units * width) for _ in range(num_own)] * (num_stages // num_own) for op in ENABLERS
-    }
-    happened[Op.REDUCE_GRAD] *= 2  # a twin lies `depth` stages further on, or as many back
-    kinds = _kinds(happened, plan.depth)
+    kinds = _kinds(_nothing_happened(num_stages, num_own, plan.num_units * width), plan.depth)
     of_skips: Happened = {op: [defaultdict[int, int](int) for _ in plan.stage_ranks] if plan.skips else [] for op in ENABLERS}
     kinds_of_skips = _kinds(of_skips, 0)
     waiting: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
     blocked: dict[int, Action] = {}
     runnable = deque(range(num_ranks))
     acceptors = deque(range(num_ranks, len(lanes)))
-    inside: int | None = None
     while runnable or acceptors:
         index = acceptors.popleft() if acceptors else runnable.popleft()
         blocked.pop(index, None)
@@ -316,20 +325,23 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
                 break
             if order is not None:
                 order.append((rank, action))
-            if part and (op is Op.F or op is Op.B):
-                inside = None if plan.ends(action) else index
             if happening is None:
                 continue
             if happening[stage][which] == AWAITED:
                 for woken in waiting.pop((op, stage % num_own, which)):
-                    if woken >= num_ranks:
-                        acceptors.append(woken)
-                    elif woken == inside:
-                        runnable.appendleft(woken)
-                    else:
-                        runnable.append(woken)
+                    (acceptors if woken >= num_ranks else runnable).append(woken)
             happening[stage][which] = YES
     return [Stuck(lanes[index][0], action, _missing(plan, action)) for index, action in blocked.items()]
+
+
+def _nothing_happened(num_stages: int, num_own: int, num_events: int) -> Happened:
+    """Return the states of a plan's events, of each operation and stage.
+
+    A microbatch passes one replica of a stage: what has happened there has happened for all of them, wherever its neighbours are.
+    """
+    happened: Happened = {op: [bytearray(num_events) for _ in range(num_own)] * (num_stages // num_own) for op in ENABLERS}
+    happened[Op.REDUCE_GRAD] *= 2  # a twin lies `depth` stages further on, or as many back
+    return happened
 
 
 def _kinds(happened: Happened, depth: int) -> dict[Op, tuple[States | None, int, States | None]]:

@@ -65,13 +65,16 @@ class Plan(PlanData):
         """
         return text.from_text(lines, cls)
 
-    def to_csv(self) -> str:
-        """Write the compute lane as torch.distributed.pipelining's `compute_comms` CSV: one row per rank, without waits.
+    def to_csv(self, *, send_waits: bool = False) -> str:
+        """Write the compute lane as torch.distributed.pipelining's `compute_comms` CSV: one row per rank.
+
+        Args:
+            send_waits: whether to write where a send's memory is given back: torch 2.15 and newer need it, older ones refuse it.
 
         Raises:
             PlanError: the plan evicts, recomputes or computes in pieces, which that format cannot express; `to_text` can.
         """
-        return text.to_csv(self)
+        return text.to_csv(self, send_waits=send_waits)
 
     def __repr__(self) -> str:
         try:

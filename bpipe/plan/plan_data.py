@@ -121,17 +121,8 @@ class PlanData:
         return 0 if self.sizes is None else len(self.sizes.stages[stage].parts)
 
     def compute(self, rank: int) -> list[Action]:
-        """Return the forwards and backwards of a rank in order, those in pieces as whole ones."""
-        lane = self.actions[rank]
-        return [a._replace(part=0) if a[3] else a for a in lane if a[0] in COMPUTE and not (a[3] and self.goes_on(a))]
-
-    def goes_on(self, action: Action) -> bool:
-        """Return whether a computation continues one that has begun: a forward begins with part 1, a backward with the last."""
-        return action.part > 1 if action.op is Op.F else action.part not in (0, self.num_parts(action.stage))
-
-    def ends(self, action: Action) -> bool:
-        """Return whether a computation is whole or a last piece: a forward ends with the last part, a backward with part 1."""
-        return action.part in (0, self.num_parts(action.stage)) if action.op is Op.F else action.part < 2
+        """Return the forwards and backwards of a rank in order."""
+        return [action for action in self.actions[rank] if action[0] in COMPUTE]
 
     def begins_pair(self, action: Action) -> bool:
         """Return whether an action is a forward that runs side by side with the backward that follows it in its lane."""
@@ -161,7 +152,7 @@ class PlanData:
         """Return the meter that counts the plan's memory: in bytes where it has sizes, else in slots."""
         if self.sizes is None:
             return SLOTS
-        meter = bytes_meter(self.sizes, self.stage_ranks, self.depth, self.skips, self.local)
+        meter = bytes_meter(self.sizes, self.stage_ranks, self.depth, self.skips, local=self.local)
         return meter._replace(overlapped=self.overlapped)
 
     def activations_meter(self) -> Meter:
@@ -232,17 +223,6 @@ class PlanData:
     def recomputed(self, rank: int) -> set[MicrobatchKey]:
         """Return the (stage, microbatch) pairs whose forward runs twice on a rank: the first forward keeps only its input."""
         return {action.key for action in self.actions[rank] if action.op is Op.R}
-
-    def interrupted(self, rank: int) -> set[MicrobatchKey]:
-        """Return the (stage, microbatch) pairs for which a rank does something between two pieces of the forward or backward."""
-        running: Action | None = None
-        found: set[MicrobatchKey] = set()
-        for action in self.actions[rank]:
-            if action.op in COMPUTE:
-                running = action if action.part and not self.ends(action) else None
-            elif running is not None:
-                found.add(running.key)
-        return found
 
 
 @contextmanager

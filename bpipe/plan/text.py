@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from bpipe.errors import ConfigurationError, PlanError, is_printable
-from bpipe.plan.action import COMPUTE, START_OF, Action, MicrobatchKey, Op
+from bpipe.plan.action import START_OF, Action, MicrobatchKey, Op
 from bpipe.plan.plan_data import PlanData
 from bpipe.plan.sizes import Sizes, SkipSizes, StageSizes
 from bpipe.skips.routes import wrong_with
@@ -80,6 +80,14 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
     match = HEADER.fullmatch(head)
     if match is None:
         raise PlanError(f"not a plan: the first line is {head[:80]!r}, expected 'bpipe-plan 1 name=... microbatches=...'")
+    num_sizes = sum(line.startswith(("size ", "static:", "budgets:")) for line in lines)
+    plan = plan_class(**_described(match), actions=(), served=())
+    sizes, budgets = _read_sizes(lines[:num_sizes], plan.num_stages)
+    return replace(plan, sizes=sizes, budgets=budgets, **_read_lanes(list(enumerate(lines, start=2))[num_sizes:], plan))
+
+
+def _described(match: re.Match[str]) -> dict[str, Any]:
+    """Return the fields of a plan that its first line tells."""
     if wrong := wrong_with_name(match["name"]):
         raise PlanError(f"not a plan: {wrong}")
     stage_ranks = tuple(map(int, match["stage_ranks"].split(",")))
@@ -93,41 +101,38 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
     if directions not in (1, 2) or len(stage_ranks) % directions:
         raise PlanError(f"not a plan: {len(stage_ranks)} stages in directions={directions}, expected 1, or 2 with half each")
     paths = tuple(tuple(map(int, path.split("-"))) for path in (match["paths"] or "").split(",") if path)
-    depth = len(paths[0]) if paths else len(stage_ranks) // directions
     skips = tuple(tuple(map(int, skip.split(">"))) for skip in (match["skips"] or "").split(",") if skip)
-    if wrong := wrong_with(skips, depth):
+    if wrong := wrong_with(skips, len(paths[0]) if paths else len(stage_ranks) // directions):
         raise PlanError(f"not a plan: {wrong}")
+    return {
+        "name": match["name"],
+        "num_microbatches": int(match["microbatches"]),
+        "stage_ranks": stage_ranks,
+        "slots": slots,
+        "has_backward": match["backward"] == "1",
+        "slices": slices,
+        "directions": directions,
+        "skips": skips,
+        "local": match["local"] is not None,
+        "paths": paths,
+    }
+
+
+def _read_lanes(lines: Iterable[tuple[int, str]], plan: PlanData) -> dict[str, Any]:
+    """Return the fields of a plan that its lines of actions tell."""
     overlapped: set[MicrobatchKey] = set()
-    num_sizes = sum(line.startswith(("size ", "static:", "budgets:")) for line in lines)
-    sizes, budgets = _read_sizes(lines[:num_sizes], len(stage_ranks))
-    lanes: dict[str, list[tuple[Action, ...]]] = {"rank": [], "serve": []}
-    for number, line in enumerate(lines[num_sizes:], start=2 + num_sizes):
+    lanes = {"rank": list[tuple[Action, ...]](), "serve": list[tuple[Action, ...]]()}
+    implied = partial(_with_peer, stage_ranks=plan.stage_ranks, depth=plan.depth)
+    for number, line in lines:
         start, _, words = line.partition(":")
         kind, _, rank = start.partition(" ")
         if kind not in lanes or rank != str(len(lanes[kind])):
             raise PlanError(f"not a plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
-        actions = (action for word in words.split() for action in read_word(word, slices, overlapped))
-        implied = partial(_with_peer, stage_ranks=stage_ranks, depth=depth)
-        lanes[kind].append(tuple(actions) if paths else tuple(map(implied, actions)))
+        actions = (action for word in words.split() for action in read_word(word, plan.slices, overlapped))
+        lanes[kind].append(tuple(actions) if plan.paths else tuple(map(implied, actions)))
     if not lanes["rank"]:
         raise PlanError("not a plan: it has no line that starts 'rank 0:'")
-    return plan_class(
-        name=match["name"],
-        num_microbatches=int(match["microbatches"]),
-        stage_ranks=stage_ranks,
-        actions=tuple(lanes["rank"]),
-        served=tuple(lanes["serve"]),
-        slots=slots,
-        sizes=sizes,
-        budgets=budgets,
-        has_backward=match["backward"] == "1",
-        slices=slices,
-        directions=directions,
-        skips=skips,
-        overlapped=frozenset(overlapped),
-        local=match["local"] is not None,
-        paths=paths,
-    )
+    return {"actions": tuple(lanes["rank"]), "served": tuple(lanes["serve"]), "overlapped": frozenset(overlapped)}
 
 
 def _whole(word: str) -> int:
@@ -249,6 +254,7 @@ def _with_peer(action: Action, stage_ranks: tuple[int, ...], depth: int) -> Acti
     return action if action.peer is not None else action._replace(peer=_implied_peer(action, stage_ranks, depth))
 
 
+SEND_WAITS = {Op.WAIT_SEND_F, Op.WAIT_SEND_B}
 _NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_B: 1, Op.RECV_F: -1, Op.SEND_B: -1}
 
 
@@ -261,8 +267,8 @@ def _implied_peer(action: Action, stage_ranks: tuple[int, ...], depth: int) -> i
     return stage_ranks[action.stage + offset]
 
 
-def to_csv(plan: PlanData) -> str:
-    """Write one row per rank, with only the starts of transfers, because torch adds the waits itself.
+def to_csv(plan: PlanData, *, send_waits: bool) -> str:
+    """Write one row per rank, with the starts of transfers, and with the waits of sends if torch does not add them itself.
 
     A plan of slices begins with a cell that says how many a microbatch has, at which torch stops: it would read `0F3/1` as `0F3`.
     """
@@ -270,7 +276,6 @@ def to_csv(plan: PlanData) -> str:
     for what, is_so in (
         ("evicts", any(action.op is Op.EVICT for action in actions)),
         ("recomputes", any(action.op is Op.R for action in actions)),
-        ("computes in pieces", any(action.part and action.op in COMPUTE for action in actions)),
         ("has two directions", plan.directions > 1),
         ("has skips", bool(plan.skips)),
         ("keeps gradients in their stages", plan.local),
@@ -278,7 +283,8 @@ def to_csv(plan: PlanData) -> str:
     ):
         if is_so:
             raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot express: use to_text()")
-    rows = [list(_words(plan, [a for a in lane if a.op not in START_OF], plan.show)) for lane in plan.actions]
+    ours = START_OF.keys() - (SEND_WAITS if send_waits else set())
+    rows = [list(_words(plan, [a for a in lane if a.op not in ours], plan.show)) for lane in plan.actions]
     if plan.slices > 1:
         rows[0].insert(0, f"slices={plan.slices}")
     out = io.StringIO()

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from bpipe.comm.wire.message import PLAIN
 from bpipe.memory.saved.storages import as_bytes
 from bpipe.model.pytree import inside
+from bpipe.torch_private.owners_and_versions import parts_of_sparse
 
 __all__: list[str] = []
 
@@ -62,7 +63,7 @@ def _sums(tensor: torch.Tensor) -> list[Sum]:
         parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [sums for part in parts if isinstance(part, torch.Tensor) for sums in _sums(part)]
     if tensor.layout is torch.sparse_coo:
-        return [*_sums(tensor._indices()), *_sums(tensor._values())]
+        return [sums for part in parts_of_sparse(tensor) for sums in _sums(part)]
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return []
     return [sum_of_bits((tensor.values() if tensor.is_nested else tensor).as_subclass(torch.Tensor))]

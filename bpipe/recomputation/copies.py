@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from bpipe.memory.saved.storages import Storage
+from bpipe.torch_private.owners_and_versions import address_of
 
 __all__: list[str] = []
 
@@ -40,8 +41,8 @@ class Copies:
         widest: dict[int, tuple[Storage, int]] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            known = widest.get(storage._cdata, (storage, 0))[1]
-            widest[storage._cdata] = storage, max(known, tensor.dtype.itemsize)
+            known = widest.get(address_of(storage), (storage, 0))[1]
+            widest[address_of(storage)] = storage, max(known, tensor.dtype.itemsize)
         self._groups: dict[tuple[torch.device, int, int], list[torch.Tensor]] = {}
         self._spots: dict[int, _Spot] = {}
         self._storages = [(storage, storage.nbytes()) for storage, _ in widest.values()]
@@ -78,7 +79,7 @@ class Copies:
 
     def among(self, values: Values, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor as a view of its copy, with a version of its own."""
-        spot = self._spots[tensor.untyped_storage()._cdata]
+        spot = self._spots[address_of(tensor.untyped_storage())]
         group = values[spot.group]
         offset = spot.start * group.dtype.itemsize // tensor.dtype.itemsize + int(tensor.storage_offset())
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -86,6 +87,6 @@ class Copies:
 
     def is_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether this copies exactly the storages under some tensors, and its copies can be viewed as these tensors are."""
-        sizes = [(tensor.untyped_storage()._cdata, tensor.dtype.itemsize) for tensor in tensors]
+        sizes = [(address_of(tensor.untyped_storage()), tensor.dtype.itemsize) for tensor in tensors]
         is_same = {key for key, _ in sizes} == self._spots.keys() and self.is_whole()
         return is_same and all(size <= self._spots[key].width for key, size in sizes)

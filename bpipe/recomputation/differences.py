@@ -10,6 +10,7 @@ import torch
 
 from bpipe.errors import StageError
 from bpipe.recomputation.checksums import Sum, is_awaited, sum_of_memory
+from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
 
@@ -52,15 +53,15 @@ class Differences:
 class _Constant(NamedTuple):
     name: str
     tensor: weakref.ref[torch.Tensor]
-    version: int
+    version: int | None  # None: torch counts none
     num_bytes: int
     total: Sum
 
 
 class Constants:
-    """The large tensors of a stage that no forward has written so far, and its frozen parameters: read twice per step."""
+    """Tensors of a stage that no forward should write, such as large ones and frozen parameters: read twice per step."""
 
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor, int]]) -> None:
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor, int | None]]) -> None:
         self._constants: list[_Constant] = []
         seen: set[tuple[int, int]] = set()
         for name, tensor, version in tensors:
@@ -73,12 +74,13 @@ class Constants:
         """Compare the tensors that are left with their first values, except those written in a way that torch counts."""
         for name, reference, version, num_bytes, total in self._constants:
             tensor = reference()
-            if tensor is None or tensor._version != version or tensor.untyped_storage().nbytes() != num_bytes:
+            if tensor is None or tensor.untyped_storage().nbytes() != num_bytes:
+                continue
+            if version is not None and version_of(tensor) != version:
                 continue
             differences.compare(
                 [total],
                 [sum_of_memory(tensor.detach())],
                 f"{stage} cannot be recomputed: its forwards write {name} in a way that torch does not count (through .data, or "
-                "a fused kernel), and earlier steps' forwards did not, so it may have been written twice. Evict instead "
-                "(by='evict')",
+                "a fused kernel), and bpipe keeps no copy of it, so it may have been written twice. Evict instead (by='evict')",
             )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import pickle
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -38,8 +40,8 @@ class GlobalNumPy:
         if numpy is None:
             return None  # it has not been used
         words = _words_of(numpy)
-        if words is None or words != self._words or self._state[3]:  # using up half of a pair changes no word
-            self._words, self._state = words, numpy.get_state()
+        if words is None or words != self._words or self._state["has_gauss"]:  # using up half of a pair changes no word
+            self._words, self._state = words, numpy.get_state(legacy=False)
         return self._state
 
     def set(self, state: Any) -> None:
@@ -56,11 +58,31 @@ def _words_of(numpy: Any) -> bytes | None:
 PYTHON = Source(random.getstate, random.setstate)  # Python's own random numbers
 
 
+def threads_beside(*own: int) -> str:
+    """Return the names of the process's threads that may draw from Python's and NumPy's own numbers meanwhile, too.
+
+    Args:
+        own: the identities of the threads whose draws are looked for; bpipe's others draw none.
+    """
+    others = [one.name for one in threading.enumerate() if one.ident not in own and not one.name.startswith("bpipe-")]
+    return ", ".join(sorted(others))
+
+
+def _owner(method: Any) -> Any:
+    return getattr(method, "__self__", method)
+
+
 def source_of(value: Any) -> Source | None:
-    """Return the source of random numbers that an object is, if its state can be kept."""
+    """Return the source of random numbers that an object is, if its state can be kept; None for Python's and NumPy's own.
+
+    To these also a method leads, such as `np.random.rand`.
+    """
     if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else Source(value.getstate, value.setstate)
+        is_other = not isinstance(value, random.SystemRandom) and value is not _owner(random.getstate)
+        return Source(value.getstate, value.setstate) if is_other else None
     numpy = sys.modules.get("numpy.random")
+    if numpy is not None and value is _owner(numpy.get_state):
+        return None
     if isinstance(value, torch.Generator) or (numpy is not None and isinstance(value, numpy.RandomState)):
         return Source(value.get_state, value.set_state)  # a RandomState keeps half of a pair of normal numbers besides its bits
     if numpy is None or not isinstance(value, (numpy.Generator, numpy.BitGenerator)):
@@ -80,7 +102,7 @@ class Drawn:
 
     def forget_unused(self) -> None:
         """Forget the generators that the forward, which has run, did not use: they do not affect another forward."""
-        self._states = [(source, state) for source, state in self._states if not _are_equal(source.get(), state)]
+        self._states = [(source, state) for source, state in self._states if not are_equal(source.get(), state)]
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -94,7 +116,8 @@ class Drawn:
             yield
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
+    """Return whether two states of a source are equal."""
     if one is other:
         return True
     if isinstance(one, torch.Tensor):
@@ -102,4 +125,6 @@ def _are_equal(one: Any, other: Any) -> bool:
     try:
         return bool(one == other)
     except ValueError:  # arrays among NumPy's
+        return pickle.dumps(one) == pickle.dumps(other)
+    except RuntimeError:  # tensors inside
         return False

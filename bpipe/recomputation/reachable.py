@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict, UserDict, UserList
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from operator import is_
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,18 +17,19 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from bpipe.model.pytree import slots_of
-from bpipe.recomputation.contents import ATOMS, DICT, SCRIPT, SLOTS, Content, Contents, Kind, is_same_sequence, kind_of
+from bpipe.recomputation.contents import ATOMS, Container, Contents, are_same, shown, values_in, values_in_script, values_in_slots
 from bpipe.recomputation.generators import Source, source_of
+from bpipe.torch_private.modules import FORWARD, OF_ALL, REPEATING, hooks_of, script_of, script_state
 
 __all__: list[str] = []
 
-# These entries are in every module's dict; a forward may change one of them: whether the module trains.
-_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+# These entries are in every module's dict, or say again what others say; a forward may change one: whether the module trains.
+_SKIPPED = (OF_ALL - {"training"}) | REPEATING
 _FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "bpipe", "triton"}  # objects of these packages keep no forward's state
 _HOLDERS = (SimpleNamespace, UserDict, UserList)  # but these do
 _MOST_OBJECTS = 1000  # besides modules, in one search
 _DEEPEST = 5  # containers in containers, from a module
-_LONGEST = 1000  # a longer container is copied, but not searched
+_LONGEST = 1000  # a longer container is compared, but not searched
 _SPECIAL = (torch.jit.ScriptModule, LazyModuleMixin)
 
 
@@ -56,10 +58,10 @@ class Reachable:
         self.sources: list[Source] = []
         self.parameters: list[tuple[str, torch.Tensor]] = []
         self.mode: tuple[bool, ...] = ()  # train or eval, module by module
-        self._dicts: list[dict[Any, Any]] = []  # dicts in which modules keep state
-        self._others: list[Content] = []  # likewise other containers
+        self.containers: list[Container] = []  # in which modules keep state besides attributes
+        self._dicts: list[dict[Any, Any]] = []  # of attributes
         self._dicts_beside: list[dict[Any, Any]] = []  # other dicts that were searched
-        self._others_beside: list[Content] = []
+        self._containers_beside: list[Container] = []
         self._functions: list[tuple[Any, Sequence[Any]]] = []  # with what they use
         self._owners: list[Any] = []  # modules and other objects with attributes
         self._attributes: list[Any] = []  # the dicts of these
@@ -72,8 +74,8 @@ class Reachable:
         while self._todo or self._later:
             self._visit(*(self._todo or self._later).pop())
         self._is_steady &= {*map(type, self._dicts_beside)} <= {dict, OrderedDict}
-        self.contents = Contents(self._dicts, self._others)
-        self._searched = Contents(self._dicts_beside if self._is_steady else (), self._others_beside)
+        self.contents = Contents(self._dicts)
+        self._searched = Contents(self._dicts_beside if self._is_steady else ())
         self.parameters = [(name, one) for name, one in self.parameters if not one.is_inference()]  # those that have versions
         self._kinds = [*map(type, self._seen.values())]
 
@@ -82,16 +84,23 @@ class Reachable:
         is_same = self._is_steady and self._kinds == [*map(type, self._seen.values())]
         is_same = is_same and all(map(is_, self._attributes, map(vars, self._owners)))
         is_same = is_same and self.contents.are_same() and self._searched.are_same()
-        return is_same and all(is_same_sequence(used, _used_by(function)) for function, used in self._functions)
+        is_same = is_same and all(map(Container.is_same, chain(self.containers, self._containers_beside)))
+        return is_same and all(are_same(used, _used_by(function)) for function, used in self._functions)
+
+    def is_contained(self, tensor: int) -> bool:
+        """Return whether a tensor, given its identity, is in a container or a slot, where no copy can take its place."""
+        return any(place.put is None for place in self.places[tensor])
 
     def name(self, tensor: int) -> str:
         """Return the name of a tensor, given its identity: that of a module's attribute or buffer, and the path to it in there."""
         container, key, _ = self.places[tensor][0]
-        above, way = id(container), [key]
+        return self._path(id(container), [key])
+
+    def _path(self, above: int, way: list[Any]) -> str:
         while above in self._holders and len(way) <= _DEEPEST:
             above, key = self._holders[above]
             way.append(key)
-        return "".join([str(way.pop()), *(f"[{key!r}]" for key in reversed(way))])
+        return "".join([str(way.pop()), *(f"[{shown(key)}]" for key in reversed(way))]) if way else ""
 
     def _visit(self, value: Any, depth: int, is_state: bool) -> None:
         if (key := id(value)) in self._seen:
@@ -110,9 +119,9 @@ class Reachable:
         else:
             self._buffers_of(module)
             self._attributes_of(module)
-            self._dicts_beside += module._modules, module._parameters, module._forward_pre_hooks, module._forward_hooks
+            self._dicts_beside += module._modules, module._parameters, *hooks_of(module)[:FORWARD]
         if slots_of(type(module)):
-            self._content(module, 0, True, SLOTS)
+            self._compare(module, values_in_slots, 0, True)
         for name, parameter in module._parameters.items():
             if type(parameter) is nn.Parameter or (parameter is not None and not is_lazy(parameter)):
                 self.parameters += ((name, parameter),)
@@ -120,33 +129,35 @@ class Reachable:
                 self._is_steady = False
         if module._modules:
             self._todo += [(child, 0, True) for child in module._modules.values() if child is not None]
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks in hooks_of(module)[:FORWARD]:
             if hooks:
                 self._later += [(hook, 0, False) for hook in hooks.values()]
 
     def _buffers_of(self, module: nn.Module) -> None:
-        if module._buffers or type(module._buffers) is not dict:
-            self._content(module._buffers, 0, True)
+        if type(module._buffers) is not dict:  # as in modules that an old torch has pickled
+            self._compare(module._buffers, values_in, 0, True, dict.__setitem__, f"the buffers of {type(module).__qualname__}")
         else:
             self._dicts += (module._buffers,)
+            self._values(module._buffers, module._buffers.items(), dict.__setitem__, 0, True)
 
     def _attributes_of(self, module: nn.Module) -> None:
         attributes = module.__dict__
         self._dicts += (attributes,)
         self._owners += (module,)
         self._attributes += (attributes,)
-        found = [one for one in attributes.items() if one[0] not in _OF_EVERY_MODULE and type(one[1]) not in ATOMS]
+        found = [one for one in attributes.items() if one[0] not in _SKIPPED and type(one[1]) not in ATOMS]
         if found:
-            self._values(attributes, found, DICT.put, 0, True)
+            self._values(attributes, found, dict.__setitem__, 0, True)
 
     def _special(self, module: nn.Module) -> None:
         """Search a lazy module or one of `torch.jit`."""
         self._is_steady = False
         if isinstance(module, torch.jit.ScriptModule):
-            script = module if "_c" in vars(module) else vars(module).get("_actual_script_module")
-            if script is not None and id(script._c) not in self._seen:
-                self._seen[id(script._c)] = script._c
-                self._content(script, 0, True, SCRIPT)
+            script = script_of(module)
+            if script is not None and id(state := script_state(script)) not in self._seen:
+                self._seen[id(state)] = state
+                name = f"attributes of the scripted {script.original_name}"
+                self._compare(script, values_in_script, 0, True, _put_in_script, name)
         else:
             self._buffers_of(module)
         if LazyModuleMixin not in type(module).__mro__:  # its first forward makes another module of it, once
@@ -162,38 +173,37 @@ class Reachable:
             used = _used_by(value)
             self._functions.append((value, used))
             self._later += [(one, depth + 1, False) for one in used]
-        elif kind_of(value) is not None:
-            self._content(value, depth, is_state)
+        elif values_in(value) is not None:
+            self._compare(value, values_in, depth, is_state)
         if not isinstance(value, type) and (isinstance(value, _HOLDERS) or not _is_foreign(type(value).__module__)):
             self._instance(value, depth, is_state)
 
     def _instance(self, value: Any, depth: int, is_state: bool) -> None:
         attributes = getattr(value, "__dict__", None)
         if isinstance(attributes, dict):
-            self._owners.append(value)
-            self._attributes.append(attributes)
-            self._content(attributes, depth, is_state)
             if id(value) in self._holders:
                 self._holders[id(attributes)] = self._holders[id(value)]
+            self._owners.append(value)
+            self._attributes.append(attributes)
+            (self._dicts if is_state else self._dicts_beside).append(attributes)
+            if len(attributes) <= _LONGEST:
+                self._values(attributes, attributes.items(), dict.__setitem__, depth, is_state)
         if slots_of(type(value)):
-            self._content(value, depth, is_state, SLOTS)
+            self._compare(value, values_in_slots, depth, is_state)
 
-    def _content(self, container: Any, depth: int, is_state: bool, kind: Kind | None = None) -> None:
-        """Note a container, and search it."""
-        kind = kind or kind_of(container)
-        assert kind is not None
-        content = self._note(kind, container, is_state)
-        if isinstance(content, (dict, list)) and len(content) <= _LONGEST:
-            self._values(container, content.items() if isinstance(content, dict) else enumerate(content), kind.put, depth, is_state)
-
-    def _note(self, kind: Kind, container: Any, is_state: bool) -> Any:
-        """Note a container; return its content."""
-        if type(container) is dict:
-            (self._dicts if is_state else self._dicts_beside).append(container)
-            return container
-        content = kind.copy(container)
-        (self._others if is_state else self._others_beside).append(Content(kind, container, content))
-        return content
+    def _compare(
+        self, value: Any, read: Callable[[Any], Any], depth: int, is_state: bool, put: Any = None, name: str = ""
+    ) -> None:
+        """Note an object whose content is compared, and search it."""
+        content = read(value)
+        if is_state and not name:
+            name = f"the {type(value).__qualname__} {self._path(id(value), [])}".rstrip()
+        (self.containers if is_state else self._containers_beside).append(Container(name, value, read, content))
+        half = len(content) // 2
+        has_keys = read is not values_in or issubclass(type(value), dict)
+        items = [*zip(content[:half], content[half:])] if has_keys else [*enumerate(content)]
+        if len(items) <= _LONGEST:
+            self._values(value, items, put, depth, is_state)
 
     def _values(self, container: Any, items: Iterable[tuple[Any, Any]], put: Any, depth: int, is_state: bool) -> None:
         for key, value in items:
@@ -205,6 +215,10 @@ class Reachable:
             elif is_state:
                 self.tensors[id(value)] = value
                 self.places.setdefault(id(value), []).append(Place(container, key, put))
+
+
+def _put_in_script(script: Any, name: str, value: torch.Tensor) -> None:
+    script_state(script).setattr(name, value)
 
 
 def _used_by(function: Any) -> Sequence[Any]:

@@ -15,6 +15,7 @@ from bpipe.memory.saved.stash import following
 from bpipe.recomputation.checksums import Checksum, checksum_of
 from bpipe.recomputation.differences import Constants, Differences
 from bpipe.recomputation.state import WAY_OUT, Learned, Shared, State
+from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
 
@@ -65,7 +66,7 @@ class Rerun:
         non_activations: Mapping[int, str],
     ) -> None:
         self._name = f"microbatch {microbatch} of stage {stage}"
-        self._given = [(tensor, tensor._version) for tensor in given if not tensor.is_inference()]
+        self._given = [(tensor, version_of(tensor)) for tensor in given if not tensor.is_inference()]
         self._state = State(self._name, learned, reruns.shared(stage, roots), device, non_activations)
         self._differences = reruns.differences
         self._returned: dict[str, Checksum] = {}
@@ -78,9 +79,9 @@ class Rerun:
         Raises:
             StageError: the forward changes its input, or other state that cannot be restored, so that it could not be run again.
         """
-        with following(self._name), saved_tensors_hooks(lambda _: None, _missing):
+        with following(self._name), saved_tensors_hooks(lambda _: None, self._missing):
             yield
-        self._state.has_run()
+        self._state.has_run(self._differences)
         self._check_input()
 
     @contextmanager
@@ -109,11 +110,14 @@ class Rerun:
             self._differences.compare(first.sums, checksum.sums, message)
 
     def _check_input(self) -> None:
-        if any(tensor._version != version for tensor, version in self._given):
+        if any(version_of(tensor) != version for tensor, version in self._given):
             raise StageError(
                 f"{self._name} cannot be recomputed: its input was changed in place. Let the stage work on a clone of its input"
             )
 
-
-def _missing(packed: Any) -> torch.Tensor:
-    raise StageError("a backward ran inside the first of two forwards, which saves nothing: such a stage cannot be recomputed")
+    def _missing(self, packed: Any) -> torch.Tensor:
+        raise StageError(
+            f"{self._name} cannot be recomputed: it runs a backward, or torch.autograd.grad, inside its forward or its loss, and "
+            "the first of the two forwards saves nothing for it. Evict instead (by='evict'), or give a budget in which its rank "
+            "keeps its microbatches; a part without such a backward can be recomputed, as a stage of its own"
+        )

@@ -13,6 +13,7 @@ from bpipe.memory.saved.storages import storages_of
 from bpipe.recomputation.contents import SMALL_BYTES
 from bpipe.recomputation.copies import Copies, is_plain
 from bpipe.recomputation.reachable import Reachable
+from bpipe.torch_private.owners_and_versions import address_of
 
 __all__: list[str] = []
 
@@ -44,6 +45,10 @@ class Restorable:
         self._looks: list[tuple[torch.Tensor, _Look]] = []
         self.odd: list[torch.Tensor] = []  # each is copied separately
         self.uncopied: list[tuple[str, torch.Tensor]] = []  # only compared
+        self.contained: list[tuple[str, torch.Tensor]] = []  # likewise: what is in a container is not replaced by a copy
+        self.unversioned: list[tuple[str, torch.Tensor]] = []  # likewise, but torch counts no versions of them
+        contained = [tensor for key, tensor in found.tensors.items() if found.is_contained(key) and not is_lazy(tensor)]
+        held = {storage for tensor in contained for storage in _look_of(tensor)[0]}
         plain: list[tuple[str, torch.Tensor, _Look]] = []
         for key, tensor in found.tensors.items():
             if tensor.device.type == "meta":
@@ -57,6 +62,8 @@ class Restorable:
                 continue
             if tensor.requires_grad or isinstance(tensor, nn.Parameter):  # never replaced by a copy: its `.grad` belongs to it
                 self.uncopied += ((where, tensor),)
+            elif not held.isdisjoint(look[0]):  # replaced by a copy, it would be another one than in the container
+                self.contained += ((where, tensor),)
             elif is_plain(tensor):
                 plain += ((where, tensor, look),)
             else:
@@ -65,7 +72,9 @@ class Restorable:
         keys = self.copies.all()
         self.copied = [tensor for _, tensor, look in plain if look[0][0] in keys]
         self.uncopied += [(where, tensor) for where, tensor, look in plain if look[0][0] not in keys]
-        self.uncopied = [one for one in self.uncopied if not one[1].is_inference()]  # those that have versions
+        self.unversioned = [one for one in (*self.uncopied, *self.contained) if one[1].is_inference()]
+        self.uncopied = [one for one in self.uncopied if not one[1].is_inference()]
+        self.contained = [one for one in self.contained if not one[1].is_inference()]
 
     def _is_copied(self, tensor: torch.Tensor, num_bytes: int) -> bool:
         if num_bytes <= SMALL_BYTES or self._written is None:
@@ -82,6 +91,6 @@ def _look_of(tensor: torch.Tensor) -> _Look:
     """Return the properties that decide how a tensor is restored, and that may change (`.data = ...`, `requires_grad_`)."""
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
         storage = tensor.untyped_storage()
-        return (storage._cdata,), storage.nbytes(), tensor.dtype, tensor.requires_grad
+        return (address_of(storage),), storage.nbytes(), tensor.dtype, tensor.requires_grad
     storages = storages_of(tensor)
-    return tuple([one._cdata for one in storages]), sum([one.nbytes() for one in storages]), tensor.dtype, tensor.requires_grad
+    return tuple([address_of(one) for one in storages]), sum([one.nbytes() for one in storages]), tensor.dtype, tensor.requires_grad

@@ -18,12 +18,13 @@ from torch.nn.parameter import is_lazy
 from bpipe.device import random_state as device_random_state
 from bpipe.memory.saved.storages import Storage, as_bytes, storages_of
 from bpipe.model.pytree import attributes_of
+from bpipe.torch_private.modules import OF_ALL
+from bpipe.torch_private.owners_and_versions import address_of
 
 __all__: list[str] = []
 
 MOST_VALUES, MOST_DEPTH = 10_000, 5  # of plain attributes: a module may keep anything
 EXACT_BYTES = 2**20  # storages up to this size are compared byte by byte, larger ones by their sum
-OWN = frozenset(vars(nn.Module()))  # the attributes that every module has
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 CONTAINERS = (list, tuple, set, frozenset, deque)
 NOBODYS = frozenset({"torch", *sys.stdlib_module_names})  # packages whose objects, such as loggers, keep no state of a model
@@ -88,7 +89,7 @@ class _Look:
             self.tensors[f"the buffer {_path(name, key)}", 0] = contents
         if not _is_torchs(type(module)):
             for key, value in attributes_of(module).items():
-                if key not in OWN:
+                if key not in OF_ALL:
                     self.value(f"the attribute {_path(name, key)}", value, 0)
 
     def value(self, name: str, value: Any, depth: int) -> None:
@@ -113,9 +114,9 @@ class _Look:
         return (shape, *(self._in_storage(storage) for storage in storages_of(tensor)))
 
     def _in_storage(self, storage: Storage) -> object:
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = _compared(as_bytes(storage))
-        return self._storages[storage._cdata]
+        if address_of(storage) not in self._storages:
+            self._storages[address_of(storage)] = _compared(as_bytes(storage))
+        return self._storages[address_of(storage)]
 
 
 def _compared(data: torch.Tensor) -> object:

@@ -55,9 +55,10 @@ class Attendance:
         """
         with using_store():
             if self.seats:
-                expected, number = set(self.seats) - set(lost), self.number + 1
-                self._open(number)
-                if self._takes_part(number, self._hold(number, expected)):
+                number = self.number + 1
+                while (latest := self._latest()) < number:
+                    self.store.compare_set("open", str(latest), str(number))
+                if self._takes_part(number, self._hold(number, set(self.seats) - set(lost))):
                     return
             self._come_back()
 
@@ -66,17 +67,19 @@ class Attendance:
         self.seats = []
         began, number = time.monotonic(), self._latest()
         while True:
-            if number == FIRST and self._decided(FIRST) is None:
+            decided = self._decided(number)
+            if number == FIRST and decided is None:
                 decided = self._hold(FIRST, set(range(self._num_seats)))
-            else:
+            elif decided is None:
                 self._announce()
                 self.store.set(f"{number}/come/{self.seat}", self._process)
-                decided = self._await_decision(number, began)
+                while (decided := self._decided(number)) is None:
+                    self._check_time(began, f"meeting {number} to decide who takes part")
             if self._takes_part(number, decided):
                 return
             self._announce()
             while self._latest() == number:
-                self._check_time(began, f"{self.listed(decided)} to begin their next step")
+                self._check_time(began, f"{self.listed(map(int, decided['seats']))} to begin their next step")
             number = self._latest()
 
     def has_newcomers(self) -> bool:
@@ -91,14 +94,11 @@ class Attendance:
             result: what this process would settle; the empty text if the step is to be run again.
         """
         with using_store():
-            settled: bytes = self.store.compare_set(self._step_key(step), "", f"={result}")
+            settled: bytes = self.store.compare_set(f"{self.number}/step/{step}", "", f"={result}")
             if result and self.seat == self.seats[0]:  # all have come to the end of this step, and so know of the one before
                 with suppress(RuntimeError):  # a store that cannot delete keeps a key for each step
-                    self.store.delete_key(self._step_key(step - 1))
+                    self.store.delete_key(f"{self.number}/step/{step - 1}")
             return settled.decode().removeprefix("=")
-
-    def _step_key(self, step: int) -> str:
-        return f"{self.number}/step/{step}"
 
     def _announce(self) -> None:
         """Let the others know that this process wants to take part, if they do not know it."""
@@ -109,18 +109,14 @@ class Attendance:
     def _latest(self) -> int:
         return int(self.store.compare_set("open", "", str(FIRST)))
 
-    def _open(self, number: int) -> None:
-        while (latest := self._latest()) < number:
-            self.store.compare_set("open", str(latest), str(number))
-
-    def _hold(self, number: int, expected: set[int]) -> dict[int, str]:
+    def _hold(self, number: int, expected: set[int]) -> dict[str, Any]:
         """Take part in a meeting until it is decided who does, by this process or another one."""
         self.store.set(f"{number}/come/{self.seat}", self._process)
         began = time.monotonic()
         while (decided := self._decided(number)) is None:
             announced = self.store.add("announced", 0)  # before looking who waits: who comes later is seen at the next boundary
-            waiting = {seat for seat in range(self._num_seats) if self._read(f"waiting/{seat}") is not None}
-            come = self._come(number, range(self._num_seats))
+            waiting = self._processes("waiting").keys()
+            come = self._processes(f"{number}/come")
             missing = (expected | waiting) - come.keys()
             is_late = time.monotonic() - began > self._timeout_s
             if missing and is_late and number == FIRST:
@@ -133,26 +129,23 @@ class Attendance:
                 time.sleep(POLL_S)
         return decided
 
-    def _await_decision(self, number: int, began: float) -> dict[int, str]:
-        while (decided := self._decided(number)) is None:
-            self._check_time(began, f"meeting {number} to decide who takes part")
-        return decided
-
-    def _takes_part(self, number: int, decided: dict[int, str]) -> bool:
-        if decided.get(self.seat) != self._process:
+    def _takes_part(self, number: int, decided: dict[str, Any]) -> bool:
+        seats = decided["seats"]
+        if seats.get(str(self.seat)) != self._process:
             return False
-        self.number, self.seats = number, sorted(decided)
-        self._num_known = json.loads(self._read(f"{number}/decided") or "{}")["announced"]
+        self.number, self.seats, self._num_known = number, sorted(map(int, seats)), decided["announced"]
         if self._read(f"waiting/{self.seat}") is not None:
             self.store.set(f"waiting/{self.seat}", "")  # not deleted: another rank may be about to read it, and would wait for it
         return True
 
-    def _decided(self, number: int) -> dict[int, str] | None:
+    def _decided(self, number: int) -> dict[str, Any] | None:
+        """Return the seats and processes that take part in a meeting, and how many announcements were known there."""
         text = self._read(f"{number}/decided")
-        return None if text is None else {int(seat): process for seat, process in json.loads(text)["seats"].items()}
+        return None if text is None else json.loads(text)
 
-    def _come(self, number: int, seats: Iterable[int]) -> dict[int, str]:
-        found = {seat: self._read(f"{number}/come/{seat}") for seat in seats}
+    def _processes(self, key: str) -> dict[int, str]:
+        """Return the process of each seat that has left its name under a key."""
+        found = {seat: self._read(f"{key}/{seat}") for seat in range(self._num_seats)}
         return {seat: process for seat, process in found.items() if process is not None}
 
     def _read(self, key: str) -> str | None:
@@ -170,14 +163,11 @@ class Attendance:
     @property
     def named(self) -> str:
         """This rank's place in words."""
-        return self._named(self.seat)
-
-    def _named(self, seat: int) -> str:
-        return f"replica {seat // self._depth} of stage {seat % self._depth}"
+        return self.listed([self.seat])
 
     def listed(self, seats: Iterable[int]) -> str:
         """Name seats in words."""
-        return ", ".join(self._named(seat) for seat in sorted(seats))
+        return ", ".join(f"replica {seat // self._depth} of stage {seat % self._depth}" for seat in sorted(seats))
 
     def check_stages(self) -> None:
         """Raise if the last replica of a stage is gone.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
 
 __all__ = ["local_heads"]
@@ -42,8 +43,7 @@ def local_heads(
         >>> mlp(torch.zeros(4, 64)).shape, conv(torch.zeros(4, 16, 8, 8)).shape
         (torch.Size([4, 10]), torch.Size([4, 10]))
     """
-    if not isinstance(num_classes, int) or isinstance(num_classes, bool) or num_classes < 1:
-        raise ConfigurationError(f"num_classes={num_classes!r}: give a whole number of at least 1")
+    check_count("num_classes", num_classes)
     shapes = list(shapes)
     if any(isinstance(shape, int) for shape in shapes):
         raise ConfigurationError(f"shapes={shapes}: give a list with a shape for each head, such as [block(x).shape]")
@@ -59,37 +59,34 @@ def _head(shape: tuple[int, ...], num_classes: int, *, residual: bool, per_token
         raise ConfigurationError(f"per_token=True predicts for each token, and features of shape {shape} have none: leave it out")
     if len(shape) == 4:
         channels = shape[1]
-        return nn.Sequential(*[_ResidualConvolutions(channels)] * residual, _Mean((2, 3)), nn.Linear(channels, num_classes))
+        return nn.Sequential(*[_convolutions(channels)] * residual, _Mean((2, 3)), nn.Linear(channels, num_classes))
     channels = shape[-1]
     pooled = [_Mean((1,))] if len(shape) == 3 and not per_token else []
     norm, linear = nn.LayerNorm(channels), nn.Linear(channels, num_classes)
-    return nn.Sequential(*[_ResidualMLP(channels)] * residual, norm, *pooled, linear)
+    return nn.Sequential(*[_mlp(channels)] * residual, norm, *pooled, linear)
 
 
-class _ResidualMLP(nn.Module):
-    """Two linear layers beside a shortcut, for features (..., C)."""
+class _Residual(nn.Module):
+    """Layers beside a shortcut."""
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
-        linear = nn.Linear(channels, channels), nn.Linear(channels, channels)
-        self.layers = nn.Sequential(nn.LayerNorm(channels), linear[0], nn.GELU(), linear[1])
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = features + self.layers(features)
         return out
 
 
-class _ResidualConvolutions(nn.Module):
-    """Two convolutions beside a shortcut, for features (N, C, H, W); each sample is normalized by itself."""
+def _mlp(channels: int) -> nn.Module:
+    """Return two linear layers beside a shortcut, for features (..., C)."""
+    return _Residual(nn.LayerNorm(channels), nn.Linear(channels, channels), nn.GELU(), nn.Linear(channels, channels))
 
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        layers = [(nn.GroupNorm(1, channels), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1)) for _ in range(2)]
-        self.layers = nn.Sequential(*(layer for of_one in layers for layer in of_one))
 
-    def forward(self, features: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = features + self.layers(features)
-        return out
+def _convolutions(channels: int) -> nn.Module:
+    """Return two convolutions beside a shortcut, for features (N, C, H, W); each sample is normalized by itself."""
+    layers = [(nn.GroupNorm(1, channels), nn.ReLU(), nn.Conv2d(channels, channels, 3, padding=1)) for _ in range(2)]
+    return _Residual(*(layer for of_one in layers for layer in of_one))
 
 
 class _Mean(nn.Module):

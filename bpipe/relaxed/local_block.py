@@ -11,6 +11,7 @@ from bpipe.errors import StageError
 from bpipe.model.cut import mark_around
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.pytree import mapped
+from bpipe.torch_private.owners_and_versions import version_of
 
 __all__ = ["LocalBlock"]
 
@@ -75,4 +76,4 @@ def _versions(output: Any) -> list[int] | None:
     """Return how often each tensor was changed in place; None where that is not counted."""
     if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in tensors_in(output)):
         return None
-    return [tensor._version for tensor in tensors_in(output)]
+    return [version_of(tensor) for tensor in tensors_in(output)]

@@ -18,11 +18,12 @@ from collections import deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
 from bpipe.plan.action import Action, Op
 from bpipe.plan.plan import Plan
 from bpipe.relaxed.dealing import deal
-from bpipe.schedules.by_name import check_counts, finish
+from bpipe.schedules.by_name import finish
 
 __all__ = ["routed_plan"]
 
@@ -70,7 +71,7 @@ def routed_plan(
         >>> [str(action) for action in plan.compute(2)]
         ['2F1', '2F2', '2B1', '2B2']
     """
-    check_counts(num_microbatches=num_microbatches)
+    check_count("num_microbatches", num_microbatches)
     depth = len(throughputs[0]) if throughputs else 0
     if not depth or any(len(one) != depth for one in throughputs):
         counts = [len(one) for one in throughputs]

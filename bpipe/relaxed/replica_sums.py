@@ -78,10 +78,11 @@ class Replicas:
         by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for parameter in parameters:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
-        has = torch.tensor([one.grad is not None for group in by_dtype.values() for one in group], dtype=torch.int32)
-        counts, *sums = self._summed([has, *(torch.cat([_flat_gradient(one) for one in group]) for group in by_dtype.values())])
+        groups = list(by_dtype.values())
+        has = torch.tensor([one.grad is not None for group in groups for one in group], dtype=torch.int32)
+        counts, *sums = self._summed([has, *(torch.cat(list(map(_flat_gradient, group))) for group in groups)])
         there = iter(counts.tolist())
-        for group, flat in zip(by_dtype.values(), sums):
+        for group, flat in zip(groups, sums):
             for parameter, piece in zip(group, flat.split([one.numel() for one in group])):
                 parameter.grad = piece.view_as(parameter).clone() if next(there) else None
 

@@ -6,17 +6,19 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from bpipe.api.options import WAITS, Options, options_for
+from bpipe.checks import check_count, check_positive
 from bpipe.cleanup import concise
 from bpipe.comm.health.activity import State
 from bpipe.comm.health.collective import Collective, RankLeftError
-from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.rendezvous.store import using_store
 from bpipe.comm.transport.c10d import C10dTransport
+from bpipe.comm.wire.dtensor import is_dtensor
 from bpipe.errors import (
     AgreementError,
     CommError,
@@ -28,14 +30,14 @@ from bpipe.errors import (
 )
 from bpipe.logs import LOG
 from bpipe.model.call import Call, Specs
-from bpipe.model.stage import PipelineStage
+from bpipe.model.stage import PipelineStage, as_replica
+from bpipe.not_copied import NotCopied
 from bpipe.plan.plan import Plan
 from bpipe.relaxed.attendance import Attendance
 from bpipe.relaxed.compression import CompressedTransport
 from bpipe.relaxed.paths import routed_plan
 from bpipe.relaxed.replica_sums import Replicas, channels_between, givers_of, load_state, packed_state, set_aside
 from bpipe.relaxed.throughputs import Stopwatch, Throughputs
-from bpipe.schedules.by_name import check_counts
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import PlanSource
 from bpipe.session.session import Session
@@ -43,16 +45,11 @@ from bpipe.session.session import Session
 __all__ = ["Routes"]
 
 T = TypeVar("T")
+# What ranks tell of a step, by seat: its losses by microbatch, its microbatches a second, and whether it has seen newcomers.
+Told = dict[str, tuple[dict[str, float], float | None, bool]]
 GONE = (RankLostError, RankLeftError)
+TIMEOUT_S = 300.0  # to wait for other ranks, by default
 NO_ONE = -1  # the rank of the group of a seat that is not there
-
-
-class _Found(NamedTuple):
-    """What all ranks have found in a step."""
-
-    losses: list[float]  # of each microbatch
-    speeds: dict[str, float]  # of seats that had something to do: microbatches per second
-    has_newcomers: bool
 
 
 class _RoutedPlans(PlanSource):
@@ -66,7 +63,7 @@ class _RoutedPlans(PlanSource):
         self._announced = {True: self._proven(plan)}
 
 
-class Routes:
+class Routes(NotCopied):
     """A pipeline of S stages with d replicas of each, over ranks that may be slow, end, and come back (SWARM, arXiv 2301.11913).
 
     Each step deals its microbatches to the replicas of every stage by their measured speed, so that each takes a path of its own,
@@ -90,8 +87,7 @@ class Routes:
         in_flight: how many microbatches a rank may have in flight, as a multiple of 1F1B's (`bpipe.relaxed.routed_plan` says how).
         compress: send the floats of messages between stages in 8 bits, with one scale for each block of so many elements, such as
             64 to 2048: each differs by at most the largest absolute value of its block / 254. Default: exact.
-        timeout_s: seconds to wait for other ranks: longer than a step, and than the time in which all ranks start.
-        slow_s: seconds in one wait after which the logger "bpipe" shows what every rank is doing.
+        options: `timeout_s` and `slow_s`.
 
     Raises:
         ConfigurationError: the arguments cannot work together, or torch.distributed has a default group already.
@@ -122,22 +118,24 @@ class Routes:
         state: Sequence[Any] = (),
         in_flight: float = 2.5,
         compress: int | None = None,
-        timeout_s: float = 300.0,
-        slow_s: float = SLOW_S,
+        options: Options | None = None,
     ) -> None:
-        check_counts(n_microbatches=n_microbatches, num_replicas=num_replicas, compress=1 if compress is None else compress)
+        check_count("n_microbatches", n_microbatches)
+        check_count("num_replicas", num_replicas)
+        check_count("compress", 1 if compress is None else compress)
         if not 0 <= replica < num_replicas:
             raise ConfigurationError(f"replica={replica!r}: with {num_replicas} replicas it is 0 to {num_replicas - 1}")
-        if not timeout_s > 0 or not in_flight > 0:
-            raise ConfigurationError(f"timeout_s={timeout_s!r} and in_flight={in_flight!r}: give positive numbers")
+        check_positive("in_flight", in_flight)
+        options = options_for("Routes", options, WAITS)
+        timeout_s = TIMEOUT_S if options.timeout_s is None else options.timeout_s
         given = PipelineStage.adopt(stage)
         self._check(given)
         self.num_steps = 0  # that are complete
         self.stats: dict[str, float] = {}
-        self._stage, self._loss_fn, self._state = given.as_replica(replica, num_replicas), loss_fn, tuple(state)
+        self._stage, self._loss_fn, self._state = as_replica(given, replica, num_replicas), loss_fn, tuple(state)
         self._m, self._depth, self._in_flight = n_microbatches, given.num_stages, in_flight
         self._seat, self._num_seats = self._stage.stage_index, self._stage.num_stages
-        self._timeout_s, self._slow_s, self._block = timeout_s, slow_s, compress
+        self._timeout_s, self._slow_s, self._block = timeout_s, options.slow_s, compress
         self._attendance = Attendance(store, self._seat, self._depth, self._num_seats, timeout_s)
         self._speeds, self._watch = Throughputs(self._depth, self._num_seats), Stopwatch()
         self._session: Session | None = None
@@ -163,7 +161,7 @@ class Routes:
             )
         if stage.group is not None or stage.directions > 1 or stage.skips:
             raise ConfigurationError("Routes takes a stage without group, directions and skips: leave these out")
-        if any(hasattr(parameter, "_local_tensor") for parameter in stage.submod.parameters()):
+        if any(is_dtensor(parameter) for parameter in stage.submod.parameters()):
             raise ConfigurationError("Routes takes no sharded parameters (DTensors): give it modules that are not sharded")
         if stage.device.type != "cpu":
             raise ConfigurationError(f"Routes runs on CPU, over gloo, so far, and the stage is on {stage.device}")
@@ -215,13 +213,13 @@ class Routes:
                 answer in time, and has what they have by now: go on with the batch of step `num_steps`.
         """
         step, call = self.num_steps, Call(args, kwargs, target, None, False, loss_kwargs, None, None, None)
-        found = self._persist(lambda: self._attempt(call) if self.num_steps == step else None)
-        if found is None:
+        told = self._persist(lambda: self._attempt(call) if self.num_steps == step else None)
+        if told is None:
             raise PipelineBrokenError(
                 f"the other ranks went on from step {step} to {self.num_steps} without this one, {self._attendance.named}. It has "
                 f"their weights now: call join() before the first step, and step() with the batch of step {self.num_steps}"
             )
-        self._finish(found, losses)
+        self._finish(told, losses)
 
     def _persist(self, work: Callable[[], T]) -> T:
         """Do some work together with all ranks that are there; after a loss do it again with those that are left."""
@@ -352,8 +350,8 @@ class Routes:
         if (paths := self._speeds.better_paths(plans.plan.paths, seats)) is not None:
             plans.take(routed_plan(self._m, self._speeds.table(seats), paths, in_flight=self._in_flight))
 
-    def _attempt(self, call: Call) -> _Found:
-        """Run the step once, and return what all ranks have found in it."""
+    def _attempt(self, call: Call) -> Told:
+        """Run the step once, and return what all ranks have told each other of it."""
         session, plans = self._session, self._plans
         assert session is not None and plans is not None
         self._deal(plans)
@@ -366,7 +364,9 @@ class Routes:
                     session.context.transport.control.activity.state = State.SHARING
                     self._replicas.add_up(parameters)
                     told = session.context.transport.exchange(Collective.RESULT, self._told(plans.plan, own))
-                settled = self._attendance.settle(self.num_steps, self._gathered(told))
+                settled = self._attendance.settle(
+                    self.num_steps, json.dumps(dict(zip(self._attendance.seats, map(json.loads, told))))
+                )
             except CommError as error:
                 # Another rank may know already that all have come to the end: then this one has the whole gradient, too.
                 settled = self._attendance.settle(self.num_steps, "")
@@ -378,7 +378,8 @@ class Routes:
                 raise RankLostError(f"a rank has ended before all were at the end of step {self.num_steps}")
             keep()
         self.stats |= session.stats
-        return _Found(**json.loads(settled))
+        of_all: Told = json.loads(settled)
+        return of_all
 
     def _told(self, plan: Plan, losses: Sequence[torch.Tensor]) -> bytes:
         """Return what this rank tells the others of the step: its losses, its speed, and whether it has seen newcomers."""
@@ -390,18 +391,11 @@ class Routes:
             has_newcomers = False
         return json.dumps([dict(zip(mine, map(float, losses))), speed, has_newcomers]).encode()
 
-    def _gathered(self, told: Sequence[bytes]) -> str:
-        """Return what all ranks have told, the same on all of them."""
-        rows = [json.loads(data) for data in told]
-        losses = {int(unit): loss for row in rows for unit, loss in row[0].items()}
-        speeds = {str(seat): row[1] for seat, row in zip(self._attendance.seats, rows) if row[1] is not None}
-        found = _Found([losses[unit] for unit in range(self._m)], speeds, any(row[2] for row in rows))
-        return json.dumps(found._asdict())
-
-    def _finish(self, found: _Found, losses: list[torch.Tensor] | None) -> None:
+    def _finish(self, told: Told, losses: list[torch.Tensor] | None) -> None:
         """Learn from a step, and hand out its losses."""
         self.num_steps += 1
-        self._speeds.learn({int(seat): speed for seat, speed in found.speeds.items()})
-        self._wants_meeting = found.has_newcomers
+        self._speeds.learn({int(seat): speed for seat, (_, speed, _) in told.items() if speed is not None})
+        self._wants_meeting = any(sees_newcomers for *_, sees_newcomers in told.values())
         if losses is not None:
-            losses[:] = [torch.tensor(loss, dtype=torch.float64) for loss in found.losses]
+            by_unit = {int(unit): loss for own, *_ in told.values() for unit, loss in own.items()}
+            losses[:] = [torch.tensor(by_unit[unit], dtype=torch.float64) for unit in range(self._m)]

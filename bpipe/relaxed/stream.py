@@ -14,18 +14,21 @@ import torch
 from bpipe._version import __version__
 from bpipe.api.description import state_of
 from bpipe.api.loopback import LoopbackGroup
-from bpipe.api.schedule import group_or_alone, positive, transport_for
+from bpipe.api.options import WAITS, Options, options_for
+from bpipe.api.schedule import group_or_alone, transport_for
 from bpipe.cleanup import concise, note
 from bpipe.comm.health.activity import State
 from bpipe.comm.health.agreement import UNKNOWN_CUT, StepRecord, check
 from bpipe.comm.health.collective import Collective
-from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.transport.base import Transport
-from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
 from bpipe.engine.lanes import Lanes
 from bpipe.errors import AgreementError, CommError, ConfigurationError, StageError
+from bpipe.memory.optimizers import several
 from bpipe.model.cut import cut_of
 from bpipe.model.stage import PipelineStage
+from bpipe.model.ties import check_ties
+from bpipe.not_copied import NotCopied
+from bpipe.parallel.fsdp import trained
 from bpipe.relaxed.stage_ticks import StageTicks, Steps
 from bpipe.relaxed.tick_messages import Call
 from bpipe.schedules import build
@@ -35,7 +38,7 @@ from bpipe.session.guard import Guard
 __all__ = ["Stream"]
 
 
-class Stream:
+class Stream(NotCopied):
     """A pipeline without microbatches that wait for each other, for samples that come one after the other.
 
     In every tick all stages run at once: each runs forward what the stage before has put out in the tick before, and then backward
@@ -50,12 +53,10 @@ class Stream:
     Args:
         stage: this rank's only `PipelineStage`, ours or torch's, over processes (or a single one).
         loss_fn: `loss_fn(output, target)`, one number; give it on all ranks. None: the stream does not learn.
-        optimizer: of this stage's parameters, or any object with `step()` and `zero_grad()`. In each tick it forgets the gradients
-            before the backward and steps behind it, in ticks in which the stage has a gradient. None: gradients are added to
-            `.grad`, as in `schedule.step`, for you to use between two ticks.
-        timeout_s: seconds that a rank waits for another one before the stream fails on all ranks; default: the process group's.
-            Give more than the longest pause between two samples, because other ranks wait in `push` meanwhile.
-        slow_s: seconds in one wait after which the logger "bpipe" shows what every rank is doing.
+        optimizer: of this stage's parameters, or any object with `step()` and `zero_grad()`, or several in a list. In each tick it
+            forgets the gradients before the backward and steps behind it, in ticks in which the stage has a gradient. None:
+            gradients are added to `.grad`, as in `schedule.step`, for you to use between two ticks.
+        options: `timeout_s` and `slow_s`.
 
     Raises:
         ConfigurationError: the arguments cannot work together, the stage has skips, two directions or a `dw_builder`, there is no
@@ -78,14 +79,14 @@ class Stream:
         self,
         stage: Any,
         loss_fn: Callable[..., torch.Tensor] | None = None,
-        optimizer: Steps | None = None,
+        optimizer: Steps | Sequence[Steps] | None = None,
         *,
-        timeout_s: float | None = None,
-        slow_s: float = SLOW_S,
+        options: Options | None = None,
     ) -> None:
         self._stage = own = PipelineStage.adopt(stage)
-        _check(own, loss_fn, optimizer)
-        timeout_s, slow_s = positive("timeout_s", timeout_s), positive("slow_s", slow_s)
+        optimizers = several(optimizer, "step")
+        _check(own, loss_fn, optimizers)
+        options = options_for("Stream", options, WAITS)
         plan = build("1f1b", own.num_stages, 1)  # of a tick, in which a receive is of what was sent in the tick before
         self._plan = replace(plan if loss_fn is not None else forward_plan(plan), name="stream")
         group = group_or_alone(own.group, own.num_stages)
@@ -94,11 +95,9 @@ class Stream:
                 "the ranks of a Stream run at the same time, and those of a Loopback one after the other: start a process for each "
                 "rank, with torch.distributed's gloo backend if there is no GPU for each"
             )
-        self._transport = transport_for(
-            group, own.device, self._plan, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=TRANSFERS_AT_ONCE
-        )
+        self._transport = transport_for(group, own.device, self._plan, options)
         self._guard = Guard(self._transport, Lanes(self._transport), owner="stream", call="push() or drain()", unit="tick")
-        self._ticks = StageTicks(own, loss_fn, optimizer, self._plan, self._transport)
+        self._ticks = StageTicks(own, loss_fn, optimizers, self._plan, self._transport)
         self._learns = loss_fn is not None
         self._finalizer = weakref.finalize(self, _close, self._ticks, self._guard, self._transport, os.getpid())
         util.Finalize(self, self._finalizer, exitpriority=0)  # processes of multiprocessing end without atexit
@@ -133,7 +132,8 @@ class Stream:
             args: the first stage's positional arguments, one sample or a batch of them; used on its rank, allowed on all.
             target: of the same sample; the rank of the last stage keeps it for p-1 ticks, with copies of its tensors. Used there,
                 allowed on all ranks. Other values in it, such as NumPy arrays, are not copied: do not reuse their memory.
-            learn: False: nothing learns in this tick, so no stage builds a graph; give the same on all ranks.
+            learn: False: nothing learns in this tick, so no stage builds a graph, and the gradients that arrive wait for the next
+                tick that learns; give the same on all ranks.
 
         Returns:
             On the rank of the last stage, the output that comes out, without graph: that of the sample that was pushed p-1 ticks
@@ -148,7 +148,7 @@ class Stream:
             RankFailedError: another rank failed. The stream is broken then, as after any error inside a tick; the rank where the
                 error happened raises it with its own type.
             RankLostError: another rank's process ended.
-            TransferTimeoutError: this rank, or another one, waited longer than `timeout_s`.
+            TransferTimeoutError: this rank, or another one, waited longer than `Options.timeout_s`.
             CommError: a message is not what was expected.
             PipelineBrokenError: an earlier tick failed, the stream is closed, or a tick of it is running.
         """
@@ -180,7 +180,7 @@ class Stream:
     def close(self) -> None:
         """Release groups and threads, once the neighbours' latest tick is done; this also happens when the stream is collected.
 
-        Call it on all ranks, as `push`: it waits for the neighbours' latest tick, but no longer than `timeout_s`.
+        Call it on all ranks, as `push`: it waits for the neighbours' latest tick, but no longer than `Options.timeout_s`.
 
         Raises:
             AgreementError: the ranks made different calls in the latest tick. All is released then, too.
@@ -237,17 +237,20 @@ class Stream:
             self._ticks.connect([rank for _, rank in sorted((one.stages[0], rank) for rank, one in enumerate(records))])
 
 
-def _check(stage: PipelineStage, loss_fn: object, optimizer: object) -> None:
+def _check(stage: PipelineStage, loss_fn: object, optimizers: Sequence[object]) -> None:
     """Raise a ConfigurationError if a stream cannot run a stage, or cannot use what else it gets."""
     has = {"skips": stage.skips, "two directions": stage.directions > 1, "a dw_builder": stage.dw_builder is not None}
     if refused := [what for what, is_there in has.items() if is_there]:
         raise ConfigurationError(f"a Stream runs no stage with {' or '.join(refused)}: give it a plain one, or use a schedule")
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigurationError(f"loss_fn={loss_fn!r}: give a function of an output and a target, or None")
-    if optimizer is not None and loss_fn is None:
+    if optimizers and loss_fn is None:
         raise ConfigurationError("a Stream without loss_fn does not learn, so that its optimizer would never step: give loss_fn")
-    if optimizer is not None and not all(callable(getattr(optimizer, name, None)) for name in ("step", "zero_grad")):
-        raise ConfigurationError(f"optimizer={optimizer!r}: give an object with step() and zero_grad(), or None")
+    if loss_fn is not None:
+        check_ties({stage.stage_index: stage.submod}, trained, are_alone=True, are_summed=not optimizers)
+    for one in optimizers:
+        if not all(callable(getattr(one, name, None)) for name in ("step", "zero_grad")):
+            raise ConfigurationError(f"optimizer={one!r}: give an object with step() and zero_grad(), several of them, or None")
 
 
 def _check_losses(records: Sequence[StepRecord]) -> None:

@@ -21,6 +21,7 @@ from bpipe.engine.messages import versions_of
 from bpipe.engine.microbatch_state import Versions
 from bpipe.errors import AgreementError, CommError, StageError
 from bpipe.schedules import Channel
+from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
 
@@ -63,26 +64,24 @@ class Outgoing:
     def __init__(self, transport: Transport, channel: Channel, stage: int) -> None:
         self.spec: MessageSpec | None = None  # of all messages; None until one has held something
         self._transport, self._channel, self._stage = transport, channel, stage
-        self._transfer: Transfer | None = None
-        self._owners: Sequence[torch.Tensor] = ()
-        self._versions: Versions = []
+        self._owners: Sequence[torch.Tensor] = ()  # of the memory that is sent
+        self._sent: tuple[Transfer, Versions] | None = None
 
     def send(self, call: Call, content: Content | None) -> None:
         """Post the message of a tick, which holds something or nothing; the one before must be complete."""
         header = None
         if self.spec is None:
-            spec = NOTHING if content is None else content.spec
-            header = pack_spec(Subject(call.tick, self._stage, 0), spec)
-            self.spec = None if content is None else spec
-        metas = () if self.spec is None else self.spec.tensors
+            header = pack_spec(Subject(call.tick, self._stage, 0), NOTHING if content is None else content.spec)
+            self.spec = None if content is None else content.spec
+        metas = (self.spec or NOTHING).tensors
         given = [None] * len(metas) if content is None else content.tensors
         tensors = [
             meta.new(self._transport.device).zero_() if one is None else one for meta, one in zip(metas, given, strict=True) if meta
         ]
         note = NOTE.pack(*call, content is not None) + bytes([] if content is None else content.marks)
-        views = [on_the_wire(tensor) for tensor in tensors]
-        self._owners, self._versions = [*tensors, *views], versions_of(tensors)
-        self._transfer = self._transport.send(self._channel, views, header, note, may_have_note=True)
+        views, versions = [on_the_wire(tensor) for tensor in tensors], versions_of(tensors)
+        self._owners = [*tensors, *views]  # also if an error comes while it is posted
+        self._sent = self._transport.send(self._channel, views, header, note, may_have_note=True), versions
 
     def complete(self) -> None:
         """Wait until the latest message is sent.
@@ -90,11 +89,12 @@ class Outgoing:
         Raises:
             StageError: it was changed meanwhile.
         """
-        if self._transfer is not None:
-            self._transfer.wait()
-            versions, self._transfer, self._owners, self._versions = self._versions, None, (), []
+        if self._sent is not None:
+            transfer, versions = self._sent
+            transfer.wait()
+            self._sent, self._owners = None, ()
             for tensor, version in versions:
-                if tensor._version != version:
+                if version_of(tensor) != version:
                     raise StageError(
                         f"stage {self._stage}: a tensor of shape {list(tensor.shape)} was modified in place while it was being "
                         "sent. Return a clone of a buffer, parameter or other tensor that the stage or its optimizer changes later."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.passes.balance.balance import balance
 from bpipe.passes.balance.problem import Choice
@@ -70,7 +71,7 @@ def build(
         (0, 1, 2, 3, 3, 2, 1, 0)
     """
     to = Destinations(pairs=pairs, others=pairs is None)
-    check_counts(slices=slices)
+    check_count("slices", slices)
     counts = num_stages, num_microbatches
     named = rule_named(name).with_slices(slices)
     named = named.with_pairs() if overlapped else named
@@ -82,7 +83,7 @@ def plan_by(
     num_stages: int,
     num_microbatches: int,
     *,
-    num_ranks: int | None = None,
+    num_ranks: int | None,
     slots: int | Sequence[int | None] | None = None,
     to: Destinations | None = None,
     choice: Choice = "fewest",
@@ -96,12 +97,13 @@ def plan_by(
         return finish(plan if slots is None else balance(plan, slots=slots, to=to or Destinations(), rule=choice))
 
 
-def computations_of(rule: Rule, num_stages: int, num_microbatches: int, num_ranks: int | None = None) -> Plan:
+def computations_of(rule: Rule, num_stages: int, num_microbatches: int, num_ranks: int | None) -> Plan:
     """Return the plan of a schedule without transfers, which nobody has proven yet; `build` explains the arguments."""
-    check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
+    check_count("num_stages", num_stages)
+    check_count("num_microbatches", num_microbatches)
     if num_ranks is None:
         num_ranks = max(1, num_stages // rule.default_stages_per_rank)
-    check_counts(num_ranks=num_ranks)
+    check_count("num_ranks", num_ranks)
     rule.check(num_stages, num_microbatches, num_ranks)
     stages_per_rank = num_stages // num_ranks
     lanes = rule.order(num_ranks, num_microbatches, stages_per_rank)
@@ -139,13 +141,6 @@ def _with_skips(plan: Plan, skips: Iterable[Sequence[int]]) -> Plan:
             "value on with each stage's output instead, detached"
         )
     return replace(plan, skips=found) if found else plan
-
-
-def check_counts(**counts: int) -> None:
-    """Raise unless all counts are whole numbers of at least 1."""
-    for what, number in counts.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ConfigurationError(f"{what}={number!r}: give a whole number of at least 1")
 
 
 def finish(plan: Plan) -> Plan:

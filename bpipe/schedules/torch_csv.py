@@ -14,12 +14,15 @@ from bpipe.plan.text import read_word, wrong_with_name
 
 __all__ = ["from_csv"]
 
-SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")  # torch writes it; FSDP shards by itself if the plan does not
+# torch writes it; FSDP shards by itself if the plan does not.
+SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|WAIT_REDUCE_GRAD)")
 SLICES = re.compile(r"slices=([1-9]\d{0,8})", re.ASCII)  # the first cell of a plan of slices, which torch has not
 
 
 def from_csv(text: str, name: str = "csv") -> Plan:
     """Read the CSV of a schedule: keep the order of its computations, and add new transfers and completions.
+
+    Each row is a rank, whose every stage computes; blank rows are left out, as those that editors and spreadsheets add.
 
     Raises:
         PlanError: the text is not such a CSV, or its order of computations is not a pipeline schedule.
@@ -32,11 +35,12 @@ def from_csv(text: str, name: str = "csv") -> Plan:
     if wrong := wrong_with_name(name):
         raise PlanError(wrong)
     try:
-        cells = list(csv.reader(io.StringIO(text)))
+        cells = list(csv.reader(io.StringIO(text.removeprefix("\ufeff"))))  # which spreadsheets write first
     except csv.Error as error:
         raise PlanError(f"not a schedule: the text is not CSV, {error}") from error
+    cells = [row for row in cells if any(cell.strip() for cell in row)]
     slices = 1
-    if cells and cells[0] and (found := SLICES.fullmatch(cells[0][0].strip())):
+    if cells and (found := SLICES.fullmatch(cells[0][0].strip())):
         slices, cells[0] = int(found[1]), cells[0][1:]
     overlapped: set[MicrobatchKey] = set()
     rows = [[cell.strip() for cell in row if cell.strip() and not SHARDING.fullmatch(cell.strip())] for row in cells]

@@ -31,7 +31,6 @@ def annealed(
     *,
     least_s: float = 0.0,
     fits: Callable[[Lanes], bool] = lambda _: True,
-    told: Callable[[int], None] = lambda _: None,
 ) -> list[Lanes]:
     """Return ever faster orders, beginning with a given one: the last one is the fastest that is found.
 
@@ -43,7 +42,6 @@ def annealed(
         random: decides about the moves.
         least_s: no order takes less, so that the search ends there.
         fits: decides whether an order that would be the fastest so far fits in all, where the limits do not say all.
-        told: called now and then with the number of moves tried.
     """
     times = shop.run(lanes)
     assert times is not None, "the first order ends"
@@ -52,8 +50,6 @@ def annealed(
     for tried in range(tries):
         if least <= least_s * (1 + ROUNDING):
             break
-        if tried % 256 == 0:
-            told(tried)
         rank, lane = _moved(shop, lanes, path, random)
         if lane == lanes[rank] or not shop.fits(lane, limits[rank]):
             continue

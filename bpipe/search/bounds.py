@@ -11,6 +11,9 @@ from bpipe.search.job_shop import JobShop
 
 __all__: list[str] = []
 
+# For each computation those that follow it, each with the seconds and the latency of the message to it, if there is one.
+Arcs = Sequence[Sequence[tuple[int, float, float]]]
+
 
 def lower_bound_s(shop: JobShop, limits: Sequence[int | None]) -> float:
     """Return the seconds that every order takes at least.
@@ -23,51 +26,55 @@ def lower_bound_s(shop: JobShop, limits: Sequence[int | None]) -> float:
         shop: the computations.
         limits: the most memory of each rank's own microbatches, in the plan's unit; None: no limit.
     """
-    order = _in_order(shop)
-    heads_s, tails_s = _heads_s(shop, order), _tails_s(shop, order)
+    arcs = [[*((one, 0.0, 0.0) for one in later), *messages] for later, messages in zip(shop.later, _messages(shop))]
+    order = _in_order(arcs)
+    heads_s, tails_s = _heads_s(shop.seconds, arcs, order), _tails_s(shop.seconds, arcs, order)
     bound_s = max((heads_s[one] + shop.seconds[one] + tails_s[one] for one in order), default=0.0)
+    alone_s = _alone_s(shop)
     for lane, limit in zip(shop.lanes, limits):
         if lane:
             bound_s = max(bound_s, _preemptive_s(lane, heads_s, shop.seconds, tails_s))
-            if limit is not None and limit > 0:
+            if limit is not None and limit > 0 and alone_s is not None:
                 first_s = min(heads_s[one] for one in lane)
                 last_s = min((tails_s[one] for one in lane if shop.gives[one]), default=0.0)
-                bound_s = max(bound_s, first_s + _kept_s(shop, lane) / limit + last_s)
+                bound_s = max(bound_s, first_s + _kept_s(shop, lane, alone_s) / limit + last_s)
     return bound_s
 
 
-def _in_order(shop: JobShop) -> list[int]:
+def _messages(shop: JobShop) -> Arcs:
+    return [[(one.number, one.seconds, one.latency_s) for one in consumers] for consumers in shop.consumers]
+
+
+def _in_order(arcs: Arcs) -> list[int]:
     """Return the computations, each behind those that it needs or comes after."""
-    followers = [[*later, *(consumer.number for consumer in consumers)] for later, consumers in zip(shop.later, shop.consumers)]
-    missing = [len(makers) + len(earlier) for makers, earlier in zip(shop.makers, shop.earlier)]
+    missing = [0] * len(arcs)
+    for followers in arcs:
+        for follower, *_ in followers:
+            missing[follower] += 1
     order = [number for number, count in enumerate(missing) if not count]
     for number in order:  # which grows
-        for follower in followers[number]:
+        for follower, *_ in arcs[number]:
             missing[follower] -= 1
             if not missing[follower]:
                 order.append(follower)
     return order
 
 
-def _heads_s(shop: JobShop, order: Sequence[int]) -> list[float]:
+def _heads_s(seconds: Sequence[float], arcs: Arcs, order: Sequence[int]) -> list[float]:
     """Return when each computation can begin at the earliest."""
     heads_s = [0.0] * len(order)
     for number in order:
-        for one in shop.earlier[number]:
-            heads_s[number] = max(heads_s[number], heads_s[one] + shop.seconds[one])
-        for consumer, _, seconds, latency_s in shop.consumers[number]:
-            heads_s[consumer] = max(heads_s[consumer], heads_s[number] + shop.seconds[number] + seconds + latency_s)
+        for follower, message_s, latency_s in arcs[number]:
+            heads_s[follower] = max(heads_s[follower], heads_s[number] + seconds[number] + message_s + latency_s)
     return heads_s
 
 
-def _tails_s(shop: JobShop, order: Sequence[int]) -> list[float]:
+def _tails_s(seconds: Sequence[float], arcs: Arcs, order: Sequence[int]) -> list[float]:
     """Return how long the step goes on at least behind each computation."""
     tails_s = [0.0] * len(order)
     for number in reversed(order):
-        for consumer, _, seconds, latency_s in shop.consumers[number]:
-            tails_s[number] = max(tails_s[number], seconds + latency_s + shop.seconds[consumer] + tails_s[consumer])
-        for one in shop.earlier[number]:
-            tails_s[one] = max(tails_s[one], shop.seconds[number] + tails_s[number])
+        for follower, message_s, latency_s in arcs[number]:
+            tails_s[number] = max(tails_s[number], message_s + latency_s + seconds[follower] + tails_s[follower])
     return tails_s
 
 
@@ -91,11 +98,19 @@ def _preemptive_s(lane: Sequence[int], heads_s: Sequence[float], seconds: Sequen
     return step_s
 
 
-def _kept_s(shop: JobShop, lane: Sequence[int]) -> float:
-    """Return what a rank's microbatches keep, times the seconds that they keep it at least."""
+def _alone_s(shop: JobShop) -> list[float] | None:
+    """Return when each computation of a unit would begin if its ranks computed nothing else.
+
+    It is None if there are skips: one may overtake what it skips, so that nothing is known of how long that takes.
+    """
     if any(len(makers) > 1 for makers in shop.makers):
-        return 0.0  # a skip may overtake what it skips, so that nothing is known of how long that takes
-    alone_s = _alone_s(shop)
+        return None
+    arcs = _messages(shop)
+    return _heads_s(shop.seconds, arcs, _in_order(arcs))
+
+
+def _kept_s(shop: JobShop, lane: Sequence[int], alone_s: Sequence[float]) -> float:
+    """Return what a rank's microbatches keep, times the seconds that they keep it at least."""
     kept = 0.0
     for number in lane:
         op, stage, unit, *_ = shop.actions[number]
@@ -106,14 +121,3 @@ def _kept_s(shop: JobShop, lane: Sequence[int]) -> float:
         elif op is Op.W:
             kept += shop.gives[number] * shop.seconds[number]
     return kept
-
-
-def _alone_s(shop: JobShop) -> list[float]:
-    """Return when each computation of a unit would begin if its ranks computed nothing else."""
-    alone_s = [0.0] * len(shop.actions)
-    runnable = [number for number, makers in enumerate(shop.makers) if not makers]
-    for number in runnable:  # which grows
-        for consumer, _, seconds, latency_s in shop.consumers[number]:
-            alone_s[consumer] = alone_s[number] + shop.seconds[number] + seconds + latency_s
-            runnable.append(consumer)
-    return alone_s

@@ -26,15 +26,14 @@ class Proven(NamedTuple):
     least_s: float
 
 
-def exact(shop: JobShop, limits: Sequence[int | None], first: Lanes, *, seconds: float = 30.0, workers: int = 1) -> Proven:
+def exact(shop: JobShop, limits: Sequence[int | None], first: Lanes, *, seconds: float = 30.0) -> Proven:
     """Return the fastest order within limits of memory, or the best one that is found in some seconds.
 
     Args:
         shop: the work: computations, without evictions.
         limits: the most memory of each rank's own microbatches, in the plan's unit; None: no limit.
         first: an order that ends and fits, to start from.
-        seconds: after which the search ends without a proof.
-        workers: threads of the solver.
+        seconds: after which the search ends without a proof; Ctrl-C waits for its end.
 
     Raises:
         ConfigurationError: OR-tools is not installed.
@@ -57,8 +56,9 @@ def exact(shop: JobShop, limits: Sequence[int | None], first: Lanes, *, seconds:
     for number, begin_s in enumerate(times.begin_s):
         model.add_hint(begins[number], int(begin_s / tick_s))
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds, solver.parameters.num_workers = seconds, workers
+    solver.parameters.max_time_in_seconds, solver.parameters.num_workers = seconds, 1
     solver.parameters.random_seed = 0
+    solver.parameters.catch_sigint_signal = False  # or Ctrl-C would end the process at once ever after
     status = solver.solve(model)
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Proven(first, times.step_s, solver.best_objective_bound * tick_s)

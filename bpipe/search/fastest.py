@@ -6,22 +6,24 @@ there are many microbatches, all of this is done with few of them, and the best 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
 from bpipe.errors import PlanError
 from bpipe.passes.communicate import communicate
+from bpipe.passes.evict_or_recompute import Way
 from bpipe.plan.collector import collector_paused
 from bpipe.plan.plan import Plan
 from bpipe.search.anneal import ROUNDING, annealed
 from bpipe.search.bounds import lower_bound_s
 from bpipe.search.few import with_more
-from bpipe.search.job_shop import JobShop
-from bpipe.search.made import limits_of, made
+from bpipe.search.job_shop import JobShop, Lanes
+from bpipe.search.made import Making, limits_of
 from bpipe.search.named import chosen
+from bpipe.search.setting import Setting
 from bpipe.search.within import Kept
-from bpipe.search.work import Family, Found, Work
+from bpipe.search.work import Family, Found
 from bpipe.verifier.proof import verify
 
 __all__: list[str] = []
@@ -52,16 +54,15 @@ def searched(
     """
     random = Random(seed)
     with collector_paused():
-        works = [Work(family) for family in families]
-        found = chosen(works, all_kept=all_named, told=_between(0, 0.1, told))
-        few_works = [Work(few) for family in families if (few := family.with_fewer(GROUPS)) is not None]
-        if len(few_works) < len(works):
-            found += _made(works, found, effort, random, _between(0.1, 1, told))
+        found = chosen(families, all_kept=all_named, told=_between(0, 0.1, told))
+        few = [fewer for family in families if (fewer := family.with_fewer(GROUPS)) is not None]
+        if len(few) < len(families):
+            found += _made(families, found, effort, random, _between(0.1, 1, told))
         else:
-            of_few = chosen(few_works)
-            of_few += _made(few_works, of_few, int(OF_FEW * effort), random, _between(0.1, 0.8, told))
-            found += _repeated(of_few, few_works, works, min(one.step_s for one in found))
-            found += _improved(works, found, 1, int((1 - OF_FEW) * effort), random, _between(0.8, 1, told))
+            of_few = chosen(few)
+            of_few += _made(few, of_few, int(OF_FEW * effort), random, _between(0.1, 0.8, told))
+            found += _repeated(of_few, few, families, min(one.step_s for one in found))
+            found += list(_improved(families, found, 1, int((1 - OF_FEW) * effort), random, _between(0.8, 1, told)))
         found.sort(key=lambda one: (one.step_s, one.is_made, one.order_s))
         if found[0].kept is not None:
             verify(found[0].kept.plan)
@@ -73,60 +74,64 @@ def _between(begin: float, end: float, told: Told) -> Told:
     return lambda done: told(begin + (end - begin) * done)
 
 
-def _made(works: Sequence[Work], known: Sequence[Found], effort: int, random: Random, told: Told) -> list[Found]:
+def _made(families: Sequence[Family], known: Sequence[Found], effort: int, random: Random, told: Told) -> list[Found]:
     """Return orders made to measure, and the best plans with their evictions in other places."""
     found: list[Found] = []
 
     def least_s() -> float:
         return min(one.step_s for one in (*known, *found))
 
-    bounds_s = [lower_bound_s(work.shop, [None] * len(work.shop.lanes)) for work in works]
-    able = [index for index in sorted(range(len(works)), key=bounds_s.__getitem__) if bounds_s[index] < least_s() * (1 - ROUNDING)]
-    for done, index in enumerate(able):
-        work = works[index]
-        for lanes in made(work, int(FIRST * effort / len(able)), random, least_s):
-            order_s = work.order_s(lanes)
-            kept = work.kept(work.plan_of(lanes, MADE), least_s()) if order_s < least_s() * (1 - ROUNDING) else None
-            found.append(Found(MADE, True, index, order_s, kept))
-        told(FIRST * (done + 1) / len(able))
-    return found + _improved(works, [*known, *found], MOST_IMPROVED, int((1 - FIRST) * effort), random, _between(FIRST, 1, told))
+    bounds_s = [lower_bound_s(family.shop, [None] * len(family.shop.lanes)) for family in families]
+    able = sorted((bound_s, number) for number, bound_s in enumerate(bounds_s) if bound_s < least_s() * (1 - ROUNDING))
+    for done, (_, number) in enumerate(able, start=1):
+        for lanes in Making(families[number], random).orders(int(FIRST * effort / len(able)), least_s):
+            found.append(_kept(families[number], number, lanes, least_s()))
+        told(FIRST * done / len(able))
+    return [
+        *found,
+        *_improved(families, [*known, *found], MOST_IMPROVED, int((1 - FIRST) * effort), random, _between(FIRST, 1, told)),
+    ]
 
 
-def _repeated(of_few: Sequence[Found], few_works: Sequence[Work], works: Sequence[Work], least_s: float) -> list[Found]:
-    """Return the plans of all microbatches that repeat the best orders of few, if these beat named ones there."""
-    found: list[Found] = []
+def _kept(family: Family, number: int, lanes: Lanes, below_s: float, way: Way | None = None) -> Found:
+    """Keep an order that was made to measure within the budgets, if its step can be below one."""
+    order_s = family.shop.step_s(lanes)
+    kept = None
+    if order_s < below_s * (1 - ROUNDING):
+        kept = family.kept_within(replace(family.shop.plan_of(lanes), name=MADE), below_s, way)
+    return Found(MADE, True, number, order_s, kept)
+
+
+def _repeated(of_few: Sequence[Found], few: Sequence[Family], families: Sequence[Family], below_s: float) -> Iterator[Found]:
+    """Yield the plans of all microbatches that repeat the best orders of few, if these beat named ones there."""
     named_s = min(one.step_s for one in of_few if not one.is_made)
     better = sorted((one for one in of_few if one.is_made and one.step_s < named_s), key=lambda one: one.step_s)
     for one in better[:MOST_IMPROVED]:
-        few, many = few_works[one.family].shop, works[one.family]
+        few_shop, family = few[one.family].shop, families[one.family]
         assert one.kept is not None, "it has a step"
-        lanes = with_more(few, few.numbered(many.setting.order_of(one.kept.plan)), many.shop)
-        if lanes is not None and (order_s := many.order_s(lanes)) < least_s * (1 - ROUNDING):
-            kept = many.kept(many.plan_of(lanes, MADE), least_s, one.kept.way)
-            found.append(Found(MADE, True, one.family, order_s, kept))
-            least_s = min(least_s, found[-1].step_s)
-    return found
+        lanes = with_more(few_shop, few_shop.numbered(family.setting.order_of(one.kept.plan)), family.shop)
+        found = None if lanes is None else _kept(family, one.family, lanes, below_s, one.kept.way)
+        if found is not None and found.order_s < below_s * (1 - ROUNDING):
+            yield found
+            below_s = min(below_s, found.step_s)
 
 
 def _improved(
-    works: Sequence[Work], found: Sequence[Found], most: int, effort: int, random: Random, told: Told
-) -> list[Found]:
-    """Return faster plans like the best ones, with the same evictions and recomputations in other places."""
+    families: Sequence[Family], found: Sequence[Found], most: int, effort: int, random: Random, told: Told
+) -> Iterator[Found]:
+    """Yield faster plans like the best ones, with the same evictions and recomputations in other places."""
     best = sorted((one for one in found if one.kept is not None), key=lambda one: (one.step_s, one.order_s))[:most]
-    improved: list[Found] = []
-    for number, one in enumerate(best):
-        better = _better(one, works[one.family], effort // most, random)
+    for done, one in enumerate(best, start=1):
+        better = _better(one, families[one.family].setting, effort // most, random)
         if better is not None:
-            improved.append(better)
-        told((number + 1) / len(best))
+            yield better
+        told(done / len(best))
     told(1.0)
-    return improved
 
 
-def _better(found: Found, work: Work, effort: int, random: Random) -> Found | None:
+def _better(found: Found, setting: Setting, effort: int, random: Random) -> Found | None:
     """Return a faster plan with the same evictions and recomputations in other places; None if none is found."""
     assert found.kept is not None, "what is improved keeps the budgets"
-    setting = work.setting
     shop = JobShop(found.kept.plan, setting.costs)
     limits = limits_of(found.kept.plan, shop, setting)
     orders = annealed(shop, shop.lanes, limits, effort // max(1, len(shop.actions)), random)
@@ -134,9 +139,7 @@ def _better(found: Found, work: Work, effort: int, random: Random) -> Found | No
         plan = communicate(replace(shop.plan_of(lanes), name=MADE, budgets=setting.budgets))
         better = Kept.of(plan, setting.costs)
         if better.step_s < found.step_s and setting.fits(plan) and _is_sound(plan):
-            times = shop.run(lanes)
-            assert times is not None, "what was annealed ends"
-            return Found(MADE, True, found.family, times.step_s, better)
+            return Found(MADE, True, found.family, shop.step_s(lanes), better)
     return None
 
 

@@ -70,8 +70,8 @@ def with_more(few: JobShop, lanes: Lanes, many: JobShop) -> Lanes | None:
         whole = [lane for lane in found if lane is not None]
         if len(whole) < len(found) or not all(map(many.fits, whole, peaks)):
             continue
-        if (taken := many.run(whole)) is not None and taken.step_s < best_s:
-            best, best_s = whole, taken.step_s
+        if (step_s := many.step_s(whole)) < best_s:
+            best, best_s = whole, step_s
     return best
 
 

@@ -8,16 +8,16 @@ waited for. This is nearly the simulator's model, in a fraction of its time, so 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.insert_evictions import mirrored
 from bpipe.passes.communicate import received_by
 from bpipe.plan.action import COMPUTE, HOST, Action, Identity, Op, OpKey
-from bpipe.plan.meter import Amount, Amounts
 from bpipe.plan.order import needs
 from bpipe.plan.plan import Plan
 from bpipe.simulator.costs import Costs
@@ -39,20 +39,15 @@ BEFORE = {
 }
 
 
+# How a result comes to its consumer: the place of its link, on which messages take turns, or SAME_RANK; the seconds for which it
+# takes up the link; and the latency from then on until it has arrived.
+Message = tuple[int, float, float]
+
+
 class Consumer(NamedTuple):
-    """A computation that waits for a result, and the message that brings it."""
+    """An item that waits for the result of another one, and the message that brings it."""
 
     number: int
-    link: int  # its place among the links, on each of which messages take turns, or SAME_RANK
-    seconds: float  # that the message takes up the link
-    latency_s: float  # from then on until it has arrived
-
-
-class _Input(NamedTuple):
-    """What a computation waits for: which computation makes it, and the message that brings it, as in `Consumer`."""
-
-    made: Op
-    stage: int
     link: int
     seconds: float
     latency_s: float
@@ -99,9 +94,11 @@ class JobShop:
         numbers = iter(range(len(self.actions)))
         self.lanes: Lanes = [[next(numbers) for _ in lane] for lane in lanes]
         seconds = costs.seconds_of(plan)
+        self._costs = costs
         self.seconds = [seconds(*action[:3]) if action[0] in COMPUTE else 0.0 for action in self.actions]
         self._number: dict[Identity, int] = {action.identity: number for number, action in enumerate(self.actions)}
-        self.consumers, self.num_links = self._consumers(costs)
+        self._links: dict[tuple[int, int, bool], int] = {}
+        self.consumers = self._consumers()
         self.makers: list[list[int]] = [[] for _ in self.actions]
         for number, consumers in enumerate(self.consumers):
             for consumer in consumers:
@@ -111,7 +108,19 @@ class JobShop:
     @cached_property
     def earlier(self) -> list[list[int]]:
         """The items of the same stage that each one comes after."""
-        return list(self._earlier())
+        of_unit: dict[OpKey, list[int]] = defaultdict(list)
+        for number, action in enumerate(self.actions):
+            of_unit[action.op_key].append(number)
+        latest: dict[tuple[Op, int], int] = {}
+        found: list[list[int]] = []
+        for number, (op, stage, unit, part, _) in enumerate(self.actions):
+            before = [other for op_before in BEFORE[op] for other in of_unit.get((op_before, stage, unit), ())]
+            if op in MOVES:  # a part that moves comes after the forward, and after its own moves
+                before = [other for other in before if self.actions[other].part == part or self.actions[other].op is Op.F]
+            series = SERIES.get(op, ())
+            found.append(before + [latest[one, stage] for one in series if (one, stage) in latest])
+            latest.update(((one, stage), number) for one in series)
+        return found
 
     @cached_property
     def later(self) -> list[list[int]]:
@@ -122,61 +131,59 @@ class JobShop:
                 later[other].append(number)
         return later
 
+    @property
+    def num_links(self) -> int:
+        """The number of links that messages, evictions and loads take."""
+        return len(self._links)
+
     @cached_property
     def takes(self) -> list[int]:
         """What each item allocates before it runs, in the plan's unit of memory."""
-        return self._amounts(lambda amounts: amounts.takes)
+        return self._amounts[0]
 
     @cached_property
     def gives(self) -> list[int]:
         """What each item frees after it has run."""
-        return self._amounts(lambda amounts: amounts.gives)
+        return self._amounts[1]
 
     @staticmethod
     def _items(plan: Plan, rank: int) -> list[Action]:
         """Return a rank's lane without messages."""
         return [action for action in plan.actions[rank] if action.op in COMPUTE or action.op in MOVES]
 
-    def _consumers(self, costs: Costs) -> tuple[list[list[Consumer]], int]:
-        links: dict[tuple[int, int, bool], int] = {}
-        inputs: dict[OpKey, list[_Input]] = {}  # by kind: microbatches are alike, but for the sizes of their slices
+    def _consumers(self) -> list[list[Consumer]]:
+        inputs: dict[OpKey, list[tuple[Op, int, Message]]] = {}  # by kind: microbatches are alike, but for the sizes of slices
         consumers: list[list[Consumer]] = [[] for _ in self.actions]
-        for number, action in enumerate(self.actions):
+        for number, (action, rank) in enumerate(zip(self.actions, self.rank)):
             op, stage, unit, *_ = action
             if op in (Op.WAIT_EVICT, Op.WAIT_LOAD):
-                source = self._number[action.start_identity]
-                post, here = self.actions[source], self.rank[number]
-                assert post.peer is not None
-                ends = (here, post.peer) if op is Op.WAIT_EVICT else (post.peer, here)
-                consumers[source].append(Consumer(number, *self._on_link(post, *ends, costs, links)))
-            if op not in RESULTS:
-                continue
-            kind = op, stage, unit % self.plan.slices
-            if kind not in inputs:
-                inputs[kind] = list(self._inputs(action, self.rank[number], costs, links))
-            for made, source_stage, link, seconds, latency_s in inputs[kind]:
-                consumers[self._made_by((made, source_stage, unit))].append(Consumer(number, link, seconds, latency_s))
-        return consumers, len(links)
+                post = self._number[action.start_identity]
+                consumers[post].append(Consumer(number, *self._message(self.actions[post], rank)))
+            elif op in RESULTS:
+                kind = op, stage, unit % self.plan.slices
+                if kind not in inputs:
+                    inputs[kind] = list(self._inputs(action, rank))
+                for made, source_stage, message in inputs[kind]:
+                    consumers[self._made_by((made, source_stage, unit))].append(Consumer(number, *message))
+        return consumers
 
-    def _inputs(self, action: Action, here: int, costs: Costs, links: dict[tuple[int, int, bool], int]) -> Iterator[_Input]:
-        """Yield what a computation on a rank needs from others."""
+    def _inputs(self, action: Action, rank: int) -> Iterator[tuple[Op, int, Message]]:
+        """Yield the results that a computation on a rank needs from others, and how each of them comes there."""
         needed = needs(action, self.plan.depth)
-        if needed is not None and self.plan.stage_ranks[needed[1]] == here:
-            yield _Input(*needed[:2], SAME_RANK, 0.0, 0.0)
+        if needed is not None and self.plan.stage_ranks[needed[1]] == rank:
+            yield *needed[:2], (SAME_RANK, 0.0, 0.0)
         for receive in received_by(self.plan, action):
-            assert receive.peer is not None
-            made = Op.F if action.op is Op.F else Op.B
-            yield _Input(made, receive.other_end[1], *self._on_link(receive, receive.peer, here, costs, links))
+            yield Op.F if action.op is Op.F else Op.B, receive.other_end[1], self._message(receive, rank)
 
-    def _on_link(
-        self, transfer: Action, src: int, dst: int, costs: Costs, links: dict[tuple[int, int, bool], int]
-    ) -> tuple[int, float, float]:
-        """Return the place of a transfer's link, the seconds that it takes it up, and its latency."""
-        carried = costs.carried if self.plan.sizes is None else self.plan.sizes.carried
+    def _message(self, post: Action, rank: int) -> Message:
+        """Return how a transfer comes to its end, which a rank receives, or sends if it is an eviction."""
+        assert post.peer is not None
+        ends = (rank, post.peer) if post.op is Op.EVICT else (post.peer, rank)
         # Loads are posted at their other end, so that they have turns of their own here.
-        place = links.setdefault((src, dst, transfer.op is Op.LOAD), len(links))
-        link = costs.link_between(src, dst)
-        return place, carried(transfer) / link.bytes_per_s, link.latency_s
+        place = self._links.setdefault((*ends, post.op is Op.LOAD), len(self._links))
+        carried = self._costs.carried if self.plan.sizes is None else self.plan.sizes.carried
+        link = self._costs.link_between(*ends)
+        return place, carried(post) / link.bytes_per_s, link.latency_s
 
     def backward_of(self, stage: int, unit: int) -> int:
         """Return the computation that makes the gradient of a stage's input."""
@@ -187,34 +194,17 @@ class JobShop:
         whole = self._number.get((*result, 0))
         return self._number[Op.I, *result[1:], 0] if whole is None else whole
 
-    def _earlier(self) -> Iterator[list[int]]:
-        of_unit: dict[OpKey, list[int]] = defaultdict(list)
-        for number, action in enumerate(self.actions):
-            of_unit[action.op_key].append(number)
-        latest: dict[tuple[Op, int], int] = {}
-        for number, (op, stage, unit, part, _) in enumerate(self.actions):
-            found = [
-                other
-                for before in BEFORE[op]
-                for other in of_unit.get((before, stage, unit), ())
-                if op in COMPUTE or before is Op.F or self.actions[other].part == part
-            ]
-            for series in SERIES.get(op, ()):
-                if (series, stage) in latest:
-                    found.append(latest[series, stage])
-                latest[series, stage] = number
-            yield found
-
-    def _amounts(self, of: Callable[[Amounts], Mapping[Op, Amount]]) -> list[int]:
+    @cached_property
+    def _amounts(self) -> tuple[list[int], list[int]]:
+        """What each item allocates, and what it frees."""
         meter = self.plan.meter() if self.plan.sizes is None else self.plan.activations_meter()
         again = {action.key for action in self.actions if action.op is Op.R}
-        usual, recomputed = of(meter.usual), of(meter.recomputed)
-        found = [0] * len(self.actions)
-        for number, action in enumerate(self.actions):
-            amount = (recomputed if action[1:3] in again else usual).get(action[0])
-            if amount is not None:
-                found[number] = amount(action)
-        return found
+        both: tuple[list[int], list[int]] = [], []
+        for action in self.actions:
+            amounts = meter.recomputed if action[1:3] in again else meter.usual
+            for by_op, found in zip(amounts, both):
+                found.append(by_op[action[0]](action) if action[0] in by_op else 0)
+        return both
 
     def run(self, lanes: Lanes) -> Times | None:
         """Return when everything runs in an order; None if it never ends, because ranks wait for each other in a cycle."""
@@ -251,6 +241,11 @@ class JobShop:
                         runnable.append(rank_of[consumer])
             positions[rank], now_s[rank] = position, now
         return Times(begin_s, now_s) if all(map(int.__eq__, positions, map(len, lanes))) else None
+
+    def step_s(self, lanes: Lanes) -> float:
+        """Return how long an order takes; infinite if it never ends."""
+        times = self.run(lanes)
+        return inf if times is None else times.step_s
 
     def fits(self, lane: Sequence[int], limit: int | None) -> bool:
         """Return whether a rank may run its computations in an order, and needs no more memory than a limit."""

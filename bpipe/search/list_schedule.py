@@ -45,7 +45,9 @@ def listed(shop: JobShop, limits: Sequence[int | None], rule: Rule) -> Lanes | N
         limits: the most memory of each rank's own microbatches, in the plan's unit; None: no limit.
         rule: what comes first.
     """
-    return _Listing(shop, limits, rule).run()
+    listing = _Listing(shop, limits, rule)
+    listing.run()
+    return None if any(queue.numbers for queues in listing.queues for queue in queues) else listing.lanes
 
 
 class _Queue(NamedTuple):
@@ -62,27 +64,27 @@ class _Listing:
 
     def __init__(self, shop: JobShop, limits: Sequence[int | None], rule: Rule) -> None:
         self._shop, self._limits, self._rule = shop, [inf if limit is None else limit for limit in limits], rule
-        self._queues = self._queued()
+        self.queues = self._queued()
+        self.lanes: Lanes = [[] for _ in shop.lanes]
         self._missing = [len(makers) + len(earlier) for makers, earlier in zip(shop.makers, shop.earlier)]
         self._ready_s = [0.0] * len(shop.actions)
         self._free_s = [0.0] * shop.num_links
         self._held = [0] * len(shop.lanes)
         self._kept: list[dict[int, int]] = [{} for _ in shop.lanes]  # what each unit on a rank holds there
         self._coming: list[dict[int, int]] = [defaultdict(int) for _ in shop.lanes]  # and will take in the rank's later stages
-        for number, (op, _, unit, *_) in enumerate(shop.actions):
-            if op is Op.F:
-                self._coming[shop.rank[number]][unit] += shop.takes[number]
+        for action, rank, takes in zip(shop.actions, shop.rank, shop.takes):
+            if action.op is Op.F:
+                self._coming[rank][action.microbatch] += takes
         self._begun = [0] * shop.plan.num_stages  # microbatches between forward and backward
         self._agenda: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(shop.lanes))]
         self._idle = [False] * len(shop.lanes)
-        self._lanes: Lanes = [[] for _ in shop.lanes]
 
     def _queued(self) -> list[list[_Queue]]:
         """Return the queues of each rank, in the order in which they come first by the rule."""
         shop = self._shop
         numbers: dict[tuple[Op, int], list[int]] = defaultdict(list)
-        for number, action in enumerate(shop.actions):
-            numbers[Op.B if action.op is Op.I else action.op, action.stage].append(number)
+        for number, (op, stage, *_) in enumerate(shop.actions):
+            numbers[Op.B if op is Op.I else op, stage].append(number)
         queues: list[list[_Queue]] = [[] for _ in shop.lanes]
         for (op, stage), of_kind in numbers.items():
             queues[shop.rank[of_kind[0]]].append(_Queue(self._key(op, stage), op, stage, of_kind[::-1]))
@@ -94,7 +96,7 @@ class _Listing:
             rank_of_op = 1 - rank_of_op
         return rank_of_op, -stage if self._rule.deepest_first else stage
 
-    def run(self) -> Lanes | None:
+    def run(self) -> None:
         while self._agenda:
             now, rank = heappop(self._agenda)
             chosen, later_s = self._chosen(rank, now)
@@ -104,12 +106,11 @@ class _Listing:
                 heappush(self._agenda, (later_s, rank))
             else:
                 self._idle[rank] = True
-        return None if any(queue.numbers for queues in self._queues for queue in queues) else self._lanes
 
     def _chosen(self, rank: int, now: float) -> tuple[_Queue | None, float]:
         """Return the queue whose next computation begins, or None and when to look again."""
         like, best, later_s = self._rule.like, None, inf
-        for queue in self._queues[rank]:
+        for queue in self.queues[rank]:
             if not queue.numbers or self._missing[number := queue.numbers[-1]] or not self._has_room(rank, queue, number):
                 continue
             if self._ready_s[number] > now:
@@ -150,8 +151,14 @@ class _Listing:
 
     def _begin(self, rank: int, queue: _Queue, now: float) -> None:
         shop, number, missing = self._shop, queue.numbers.pop(), self._missing
-        self._lanes[rank].append(number)
-        self._keep(rank, shop.actions[number].microbatch, shop.takes[number], shop.gives[number], is_forward=queue.op is Op.F)
+        self.lanes[rank].append(number)
+        _, _, unit, *_ = shop.actions[number]
+        kept, coming, takes = self._kept[rank], self._coming[rank], shop.takes[number]
+        self._held[rank] += takes - shop.gives[number]
+        kept[unit] = kept.get(unit, 0) + takes - shop.gives[number]
+        coming[unit] -= takes if queue.op is Op.F else 0
+        if not kept[unit] and not coming[unit]:
+            del kept[unit]
         self._begun[queue.stage] += (queue.op is Op.F) - (queue.op in BACKWARD)
         for later in shop.later[number]:
             missing[later] -= 1
@@ -168,14 +175,6 @@ class _Listing:
                 self._idle[other] = False
                 heappush(self._agenda, (max(now, self._ready_s[consumer]), other))
         heappush(self._agenda, (end, rank))
-
-    def _keep(self, rank: int, unit: int, takes: int, gives: int, *, is_forward: bool) -> None:
-        self._held[rank] += takes - gives
-        kept, coming = self._kept[rank], self._coming[rank]
-        kept[unit] = kept.get(unit, 0) + takes - gives
-        coming[unit] -= takes if is_forward else 0
-        if not kept[unit] and not coming[unit]:
-            del kept[unit]
 
 
 def most_begun(shop: JobShop, lanes: Lanes) -> list[int]:

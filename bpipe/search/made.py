@@ -11,7 +11,7 @@ from random import Random
 from typing import NamedTuple
 
 from bpipe.passes.communicate import communicate
-from bpipe.passes.fit import Budgets
+from bpipe.passes.fit import Budgets, raised
 from bpipe.plan.action import Op
 from bpipe.plan.plan import Plan
 from bpipe.search.anneal import ROUNDING, annealed
@@ -20,11 +20,11 @@ from bpipe.search.job_shop import JobShop, Lanes
 from bpipe.search.list_schedule import RULES, Rule, listed, most_begun
 from bpipe.search.periodic import annealed_pattern
 from bpipe.search.setting import Setting
-from bpipe.search.work import Work
+from bpipe.search.work import Family
 
 __all__: list[str] = []
 
-MORE = (0, 1, 2, 4)  # microbatches of the largest stage that an order may at first take beyond the budgets
+MORE = (1, 2, 4)  # microbatches of the largest stage that an order may at first take beyond the budgets
 LEVELS = 3  # of memory that is not kept free for messages: up to as much as the first named order needs for them
 CAPS = (1, 0, 2)  # microbatches beyond those that fit into all stages of a rank: caps of how many may have begun
 PATTERNS = 4  # orders that are annealed as patterns first, with half of the tries
@@ -47,18 +47,6 @@ def limits_of(plan: Plan, shop: JobShop, setting: Setting) -> Budgets:
     return tuple(None if budget is None else budget - other for budget, other in zip(setting.budgets, beside))
 
 
-def made(work: Work, effort: int, random: Random, below_s: Callable[[], float]) -> Iterator[Lanes]:
-    """Yield an order for each amount of memory that orders may at first take beyond the budgets, if there are any.
-
-    Args:
-        work: the computations, and the named orders of them.
-        effort: how many items of work to run in all while annealing.
-        random: decides about the moves.
-        below_s: the step that an order must not reach: what cannot be so fast is left out. It may fall meanwhile.
-    """
-    return _Making(work, random).orders(effort, below_s)
-
-
 class _Listed(NamedTuple):
     """An order that a rule led to, or a named one."""
 
@@ -67,31 +55,38 @@ class _Listed(NamedTuple):
     lanes: Lanes
 
 
-class _Making:
-    def __init__(self, work: Work, random: Random) -> None:
-        self._work, self._shop, self._setting, self._random = work, work.shop, work.setting, random
-        self._limits = limits_of(communicate(work.orders[0]), self._shop, self._setting)
+class Making:
+    """Makes orders of a family's computations.
+
+    Args:
+        family: the computations, and the named orders of them.
+        random: decides about the moves.
+    """
+
+    def __init__(self, family: Family, random: Random) -> None:
+        self._family, self._shop, self._setting, self._random = family, family.shop, family.setting, random
+        self._limits = limits_of(communicate(family.orders[0]), self._shop, self._setting)
 
     def orders(self, effort: int, below_s: Callable[[], float]) -> Iterator[Lanes]:
-        """Do what `made` does."""
-        levels = [one for one in self._levels() if self._bound_s(*one) < below_s() * (1 - ROUNDING)]
+        """Yield an order for each amount of memory that orders may at first take beyond the budgets, if there are any.
+
+        Args:
+            effort: how many items of work to run in all while annealing.
+            below_s: the step that an order must not reach: what cannot be so fast is left out. It may fall meanwhile.
+        """
+        levels = [one for one in self._levels() if one[1] < below_s() * (1 - ROUNDING)]
         tries = effort // max(1, len(levels) * len(self._shop.actions))
         rules = list(islice(self._rules(), max(FEWEST_RULES, int(LISTED * effort / (ITEMS_LISTED * len(self._shop.actions))))))
-        for more, limits in levels:
-            bound_s = self._bound_s(more, limits)
+        for limits, bound_s, fits in levels:
             if bound_s >= below_s() * (1 - ROUNDING):
                 continue
             orders = self._listed(limits, rules)
             rules = [one.rule for one in orders if one.rule is not None][:MOST_RULES] or rules
-            if not more:
+            if limits is self._limits:
                 orders = sorted([*orders, *self._with_less_for_messages(rules)], key=lambda one: one.order_s)
-            found = self._annealed(orders, limits, tries, bound_s, (lambda lanes: True) if more else self._fits)
+            found = self._annealed(orders, limits, tries, bound_s, fits)
             if found is not None:
                 yield found
-
-    def _bound_s(self, more: int, limits: Budgets) -> float:
-        """Return what an order takes at least within the limits of a level."""
-        return lower_bound_s(self._shop, limits if more else self._without_messages())
 
     def _annealed(
         self, orders: Sequence[_Listed], limits: Budgets, tries: int, least_s: float, fits: Callable[[Lanes], bool]
@@ -101,7 +96,7 @@ class _Making:
         of_each = tries // (2 * PATTERNS)
         for one in orders[:: -(-len(orders) // PATTERNS)] if firsts else ():  # a pattern seldom leads to another one
             alike = annealed_pattern(self._shop, one.lanes, limits, of_each, self._random)
-            if alike is not None and (order_s := self._work.order_s(alike)) < firsts[0].order_s and fits(alike):
+            if alike is not None and (order_s := self._shop.step_s(alike)) < firsts[0].order_s and fits(alike):
                 firsts.insert(0, _Listed(order_s, None, alike))
         best: Lanes | None = None
         for one in firsts[:STARTS]:
@@ -109,7 +104,7 @@ class _Making:
             able = [None if limit is None else max(limit, peak) for limit, peak in zip(limits, own)]
             each = tries // (2 * min(STARTS, len(firsts)))
             found = annealed(self._shop, one.lanes, able, each, self._random, least_s=least_s, fits=fits)[-1]
-            if best is None or self._work.order_s(found) < self._work.order_s(best):
+            if best is None or self._shop.step_s(found) < self._shop.step_s(best):
                 best = found
         return best
 
@@ -124,12 +119,10 @@ class _Making:
 
     def _listed(self, limits: Budgets, rules: Sequence[Rule]) -> list[_Listed]:
         """Return the orders that rules lead to within limits, and the named ones that fit, the fastest first."""
-        found: list[_Listed] = []
-        for rule in rules:
-            if (lanes := listed(self._shop, limits, rule)) is not None:
-                found.append(_Listed(self._work.order_s(lanes), rule, lanes))
-        named = [lanes for lanes in self._work.starts if all(map(self._shop.fits, lanes, limits))]
-        return sorted([*found, *(_Listed(self._work.order_s(lanes), None, lanes) for lanes in named)], key=lambda one: one.order_s)
+        orders: list[tuple[Rule | None, Lanes | None]] = [(rule, listed(self._shop, limits, rule)) for rule in rules]
+        orders += [(None, lanes) for lanes in self._family.lanes if all(map(self._shop.fits, lanes, limits))]
+        found = [_Listed(self._shop.step_s(lanes), rule, lanes) for rule, lanes in orders if lanes is not None]
+        return sorted(found, key=lambda one: one.order_s)
 
     def _without_messages(self) -> Budgets:
         """Return the limits of the memory of microbatches if messages took none."""
@@ -152,7 +145,7 @@ class _Making:
     def _rules(self) -> Iterator[Rule]:
         """Yield rules of list scheduling: such as follow a named schedule in some way, and general ones within some caps."""
         caps: list[Sequence[int] | None] = [None, *self._caps()]
-        for lanes in self._work.starts:
+        for lanes in self._family.lanes:
             if (times := self._shop.run(lanes)) is not None:
                 yield Rule(like=times.begin_s)
             caps.append(most_begun(self._shop, lanes))
@@ -172,11 +165,14 @@ class _Making:
         if fitting:
             yield [1 + round(min(fitting) * (1 - stage / num_stages)) for stage in range(num_stages)]
 
-    def _levels(self) -> list[tuple[int, Budgets]]:
-        """Return the limits of memory, each with the microbatches by which they are beyond the budgets."""
-        able = (self._setting.evicts or self._setting.recomputes) and any(limit is not None for limit in self._limits)
-        largest = max(stage.saved for stages in self._setting.sizes.by_slice for stage in stages)
-        return [
-            (more, tuple(None if limit is None else limit + more * largest for limit in self._limits))
-            for more in (MORE if able else MORE[:1])
-        ]
+    def _levels(self) -> Iterator[tuple[Budgets, float, Callable[[Lanes], bool]]]:
+        """Yield limits of memory, what an order within them takes at least, and what decides whether an order can be kept.
+
+        First come those of the budgets, then those that are beyond them, if there are ways to keep such orders.
+        """
+        yield self._limits, lower_bound_s(self._shop, self._without_messages()), self._fits
+        if (self._setting.evicts or self._setting.recomputes) and any(limit is not None for limit in self._limits):
+            largest = max(stage.saved for stages in self._setting.sizes.by_slice for stage in stages)
+            for more in MORE:
+                limits = raised(self._limits, more * largest)
+                yield limits, lower_bound_s(self._shop, limits), lambda _: True

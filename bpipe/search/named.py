@@ -13,8 +13,8 @@ from math import inf
 from bpipe.plan.collector import collector_paused
 from bpipe.plan.plan import Plan
 from bpipe.search.anneal import ROUNDING
-from bpipe.search.within import Kept
-from bpipe.search.work import Family, Found, Work
+from bpipe.search.within import Kept, kept_as_it_is, kept_by_moving
+from bpipe.search.work import Family, Found
 from bpipe.verifier.proof import verify
 
 __all__: list[str] = []
@@ -42,8 +42,7 @@ def named(families: Sequence[Family], *, all_kept: bool = False, told: Callable[
         ('1f1b', 33.0, 'gpipe', None)
     """
     with collector_paused():
-        works = [Work(family) for family in families]
-        found = chosen(works, all_kept=all_kept, told=told)
+        found = chosen(families, all_kept=all_kept, told=told)
         if found[0].kept is not None:
             verify(found[0].kept.plan)
         return found
@@ -53,56 +52,60 @@ def named(families: Sequence[Family], *, all_kept: bool = False, told: Callable[
 class _Candidate:
     """A named schedule, and what is known of it so far."""
 
-    family: int
-    work: Work
+    number: int  # of its family
+    family: Family
     order: Plan
     order_s: float
-    judge: Work  # the same family with few microbatches, or `work` itself
+    judge: Family  # the same one with few microbatches, or `family` itself
     judged: Plan  # the order there
     judged_order_s: float
     kept: Kept | None = None  # there
-    estimate_s: float = inf  # of all microbatches, by what is kept there
+
+    @property
+    def estimate_s(self) -> float:
+        """The step of all microbatches, by what is kept where the schedule is judged."""
+        if self.kept is None:
+            return inf
+        return self.order_s * (self.kept.step_s / self.judged_order_s if self.judged_order_s else 1.0)
 
     @property
     def likely_s(self) -> float:
         """The estimate, and more where it must move or recompute, which takes more of all microbatches than of few."""
         return self.estimate_s * (1 if self.kept is None or self.kept.way is None else 1 + NEAR)
 
-    def keep(self, kept: Kept | None) -> None:
-        self.kept, self.estimate_s = kept, inf
-        if kept is not None:
-            self.estimate_s = self.order_s * (kept.step_s / self.judged_order_s if self.judged_order_s else 1.0)
+    @property
+    def is_judged_by_few(self) -> bool:
+        return self.judge is not self.family
 
 
-def chosen(works: Sequence[Work], *, all_kept: bool = False, told: Callable[[float], None] = lambda _: None) -> list[Found]:
-    """Do what `named` does for families whose work is known, without proof."""
-    candidates = [one for index, work in enumerate(works) for one in _candidates(index, work)]
+def chosen(families: Sequence[Family], *, all_kept: bool = False, told: Callable[[float], None] = lambda _: None) -> list[Found]:
+    """Do what `named` does, without proof."""
+    candidates = [one for number, family in enumerate(families) for one in _candidates(number, family)]
     candidates.sort(key=lambda one: one.order_s)
     if all_kept:
         for one in candidates:
-            one.keep(one.judge.kept(one.judged))
+            one.kept = one.judge.kept_within(one.judged)
     else:
         _judge(candidates)
     told(0.5)
     candidates.sort(key=lambda one: (one.likely_s, one.order_s))
     found: list[Found] = []
     least_s = inf
-    for number, one in enumerate(candidates):
-        kept = one.kept if one.judge is one.work else None
+    for done, one in enumerate(candidates, start=1):
+        kept = None if one.is_judged_by_few else one.kept
         wanted_s = inf if all_kept else least_s
-        if one.judge is not one.work and one.order_s < wanted_s * (1 - ROUNDING) and one.estimate_s <= wanted_s * (1 + NEAR):
-            kept = one.work.kept(one.order, wanted_s, one.kept and one.kept.way)
-        found.append(Found(one.order.name, False, one.family, one.order_s, kept))
+        if one.is_judged_by_few and one.order_s < wanted_s * (1 - ROUNDING) and one.estimate_s <= wanted_s * (1 + NEAR):
+            kept = one.family.kept_within(one.order, wanted_s, one.kept and one.kept.way)
+        found.append(Found(one.order.name, False, one.number, one.order_s, kept))
         least_s = min(least_s, found[-1].step_s)
-        told(0.5 + 0.5 * (number + 1) / len(candidates))
+        told(0.5 + 0.5 * done / len(candidates))
     return sorted(found, key=lambda one: (one.step_s, one.order_s))
 
 
-def _candidates(index: int, work: Work) -> Iterator[_Candidate]:
-    few = work.family.with_fewer(GROUPS)
-    judge = work if few is None else Work(few)
-    for order, lanes, judged, judged_lanes in zip(work.orders, work.starts, judge.orders, judge.starts):
-        yield _Candidate(index, work, order, work.order_s(lanes), judge, judged, judge.order_s(judged_lanes))
+def _candidates(number: int, family: Family) -> Iterator[_Candidate]:
+    judge = family.with_fewer(GROUPS) or family
+    for order, lanes, judged, judged_lanes in zip(family.orders, family.lanes, judge.orders, judge.lanes):
+        yield _Candidate(number, family, order, family.shop.step_s(lanes), judge, judged, judge.shop.step_s(judged_lanes))
 
 
 def _judge(candidates: Sequence[_Candidate]) -> None:
@@ -113,10 +116,11 @@ def _judge(candidates: Sequence[_Candidate]) -> None:
     least_s = inf
     for one in candidates:
         if one.order_s < least_s:
-            one.keep(one.judge.kept_as_it_is(one.judged))
+            one.kept = kept_as_it_is(one.judged, one.judge.setting)
             least_s = min(least_s, one.estimate_s)
     for one in candidates:
-        limit_s = least_s * (1 + NEAR * (one.judge is not one.work))
+        limit_s = least_s * (1 + NEAR * one.is_judged_by_few)
         if one.kept is None and one.order_s < limit_s * (1 - ROUNDING):
-            one.keep(one.judge.kept_by_moving(one.judged, limit_s * (one.judged_order_s / one.order_s if one.order_s else 1.0)))
+            below_s = limit_s * (one.judged_order_s / one.order_s if one.order_s else 1.0)
+            one.kept = kept_by_moving(one.judged, one.judge.setting, bound_s=one.judge.bound_of(one.judged), below_s=below_s)
             least_s = min(least_s, one.estimate_s)

@@ -34,17 +34,17 @@ class Pattern:
                 op, stage, *_ = shop.actions[number]
                 kinds.setdefault((op, stage), []).append(number)
         self.period_s = max(sum(shop.seconds[number] for number in lane) for lane in lanes) / max(map(len, kinds.values()))
-        self.kind_of, self.turn_of = [0] * len(shop.actions), [0] * len(shop.actions)
         self.offsets: list[float] = []
+        self._place = [(0, 0.0)] * len(shop.actions)  # of each computation its kind, and how much later its pattern begins
         for kind, numbers in enumerate(kinds.values()):
             for turn, number in enumerate(numbers):
-                self.kind_of[number], self.turn_of[number] = kind, turn
+                self._place[number] = kind, turn * self.period_s
             middle = len(numbers) // 2
             self.offsets.append(times.begin_s[numbers[middle]] - middle * self.period_s)
 
     def lanes(self, offsets: Sequence[float]) -> Lanes:
         """Return the order that offsets lead to."""
-        keys = [offsets[kind] + turn * self.period_s for kind, turn in zip(self.kind_of, self.turn_of)]
+        keys = [offsets[kind] + later_s for kind, later_s in self._place]
         return [sorted(lane, key=keys.__getitem__) for lane in self._shop.lanes]
 
 

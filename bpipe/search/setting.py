@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bpipe.passes.communicate import computations_only
@@ -40,5 +41,8 @@ class Setting:
 
     def fits(self, plan: Plan) -> bool:
         """Return whether a plan with transfers keeps every rank within its budget."""
-        return all(budget is None or peak <= budget for peak, budget in zip(plan.device_peak_bytes, self.budgets))
+        return self.allows(plan.device_peak_bytes)
 
+    def allows(self, peaks: Sequence[int]) -> bool:
+        """Return whether the budgets allow what each rank holds at most."""
+        return all(budget is None or peak <= budget for peak, budget in zip(peaks, self.budgets))

@@ -33,16 +33,18 @@ class Kept(NamedTuple):
     @property
     def evicts(self) -> bool:
         """Whether it moves activations."""
-        return any(self.plan.evicted(rank) for rank in range(self.plan.num_ranks))
+        return any(map(self.plan.evicted, range(self.plan.num_ranks)))
 
     @property
     def recomputes(self) -> bool:
         """Whether it runs forwards twice."""
-        return any(self.plan.recomputed(rank) for rank in range(self.plan.num_ranks))
+        return any(map(self.plan.recomputed, range(self.plan.num_ranks)))
 
 
 def kept_as_it_is(order: Plan, setting: Setting) -> Kept | None:
     """Return the plan of an order of computations if it needs neither evictions nor recomputations."""
+    if not setting.allows(order.activation_peak_bytes):
+        return None  # even without messages
     plain = communicate(order)
     return Kept.of(replace(plain, budgets=setting.budgets), setting.costs) if setting.fits(plain) else None
 
@@ -55,9 +57,7 @@ def kept_within(
     Args:
         order: of whole computations, without transfers, with the setting's sizes.
         setting: the budgets, the costs, and what may be done.
-        bound_s: what a step of this order takes at least that recomputes some microbatches.
-        below_s: the seconds that the step must not reach; else the result may be None, too.
-        way: of the same order of fewer microbatches: if it keeps the budgets here, too, nothing else is tried.
+        bound_s: as for `kept_by_moving`, and so are the others.
     """
     return kept_as_it_is(order, setting) or kept_by_moving(order, setting, bound_s=bound_s, below_s=below_s, way=way)
 
@@ -65,12 +65,16 @@ def kept_within(
 def kept_by_moving(
     order: Plan, setting: Setting, *, bound_s: Bound = lambda _: 0.0, below_s: float = inf, way: Way | None = None
 ) -> Kept | None:
-    """Do what `kept_within` does for an order that does not keep the budgets as it is."""
+    """Do what `kept_within` does for an order that does not keep the budgets as it is.
+
+    Args:
+        bound_s: what a step of this order takes at least that recomputes some microbatches.
+        below_s: the seconds that the step must not reach; else the result may be None, too.
+        way: of the same order of fewer microbatches: if it keeps the budgets here, too, nothing else is tried.
+    """
     found: Plan | None = None
     if setting.evicts and setting.recomputes:
-        mixed = attempt(
-            order, setting.sizes, setting.budgets, setting.costs, setting.to, bound_s=bound_s, below_s=below_s, way=way
-        )
+        mixed = attempt(order, setting.sizes, setting.budgets, setting.costs, setting.to, bound_s=bound_s, below_s=below_s, way=way)
         return None if mixed is None else Kept(mixed.finished, mixed.step_s, mixed.way)
     if setting.evicts:
         found = _evicting(order, setting)

@@ -63,6 +63,10 @@ class RankContext:
         """Return the current modules of the stages."""
         return [stage.submod for stage in self.stages.values()]
 
+    def last_modules(self) -> list[torch.nn.Module]:
+        """Return the current modules of those stages that return the pipeline's outputs."""
+        return [stage.submod for stage in self.stages.values() if stage.is_last]
+
     @property
     def trains(self) -> bool:
         """Whether `step` runs backwards."""

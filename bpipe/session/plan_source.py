@@ -46,7 +46,6 @@ class PlanSource:
     def prepare(self, memory: Memory, plan_rank: int, stages: Collection[int]) -> None:
         """Set everything that a rank's memory has to know about the plans."""
         memory.most_parts = {stage: max(1, self.plan.num_parts(stage)) for stage in stages}
-        memory.is_inside = bool(self.plan.interrupted(plan_rank))
 
     def announced(self, *, is_training: bool) -> Proven:
         """Return the plan of a training step or of an evaluation; an evaluation's plan is made at the first one."""

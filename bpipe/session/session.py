@@ -6,7 +6,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from multiprocessing import util
 from typing import Any, NamedTuple
@@ -14,14 +14,16 @@ from typing import Any, NamedTuple
 from bpipe._version import __version__
 from bpipe.cleanup import noted_on
 from bpipe.comm.health.activity import State
-from bpipe.comm.health.agreement import UNKNOWN_CUT, StepRecord, check, slices_of
+from bpipe.comm.health.agreement import UNKNOWN_CUT, StepRecord, check, slices_of, unlike_twins
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.transport.base import Transport
 from bpipe.engine.compute import StepInputs
 from bpipe.engine.messages import MessageSpecs
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
+from bpipe.engine.settings import changed
 from bpipe.errors import AgreementError, CommError, PlanError, format_error
+from bpipe.logs import RankLog
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.optimizers import STEPPED
 from bpipe.memory.recent import Recent
@@ -29,8 +31,9 @@ from bpipe.memory.static import standing
 from bpipe.model import microbatch as mb
 from bpipe.model.call import Call
 from bpipe.model.cut import cut_of
-from bpipe.model.merging import check_merge, merge
-from bpipe.parallel.twins import held_by, weights_of
+from bpipe.model.merging import check_merge, merge_or_list
+from bpipe.parallel.fsdp import REDUCING, units_in
+from bpipe.parallel.twins import held_by, kinds_of, weights_of
 from bpipe.plan.plan import Plan
 from bpipe.session.batches import BatchSample, difference, is_compared
 from bpipe.session.context import RankContext
@@ -39,6 +42,7 @@ from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import Preparation, PreparedCall
 from bpipe.session.side_by_side import SideBySide
 from bpipe.session.stats import Stats
+from bpipe.torch_private.fsdp_states import groups_of
 
 __all__: list[str] = []
 
@@ -80,6 +84,7 @@ class Session:
         self._largest: list[int] = []  # of each rank of a plan that counts slots, for which its buffers are reserved
         self._compares_weights = True  # of twins
         self._makeups: dict[int, int] | None = None  # of each stage in the latest step
+        self._has_told_twins = False  # that they differ
         self._has_told_batches = False  # that the ranks were given different ones
         self._latest: tuple[Sequence[bytes], Sequence[StepRecord]] = (), ()  # that agreed, but for the number of the step
         self._counted = Stats(context.memory)
@@ -94,6 +99,13 @@ class Session:
         context.lanes.prepare(source.plan, context.plan_rank)
         source.prepare(context.memory, context.plan_rank, context.stages)
         self.source = source
+        plan = source.plan
+        if context.plan_rank == 0 and plan.skips and any(map(plan.recomputed, range(plan.num_ranks))):
+            RankLog(0).warning(
+                "%s: the plan recomputes stages of a model with skips, whose bytes are not counted exactly: peaks in stats, "
+                "predicted and counted ones, may be other than what a rank holds. Evict instead (by='evict') if they matter",
+                source.rule,
+            )
 
     @property
     def is_unused(self) -> bool:
@@ -117,14 +129,28 @@ class Session:
                 transport.control.activity.state = State.AGREEING
                 run = self.agree(step, records, lambda ask: transport.exchange(Collective.PLAN, ask(self.source)))
             with guard.failing_together():
-                with run.sharding.in_charge(), run.twins.in_charge(), run.hooks.watched(), transport.control.interruptible():
-                    pair = self.overlap if self.overlap is not None and self.overlap.runs(run) else None
+                with (
+                    run.sharding.in_charge(),
+                    run.twins.in_charge(),
+                    run.hooks.watched(),
+                    run.compute.loss_scale.in_force(),
+                    transport.control.interruptible(),
+                ):
+                    users = *self.context.modules(), self.context.loss_fn
+                    pair = self.overlap if self.overlap is not None and self.overlap.runs(run, users) else None
                     self.context.lanes.drive(run, transport.control, self.context.group_ranks, pair)
                 result = self.result(run)
                 self.finish(step, run, started)
                 if self.filler is not None:
                     self.filler.returned(result)
             return result
+
+    def reducing(self, call: Call) -> AbstractContextManager[None]:
+        """Leave the reduction of gradients under FSDP2 to a later step, if a call says so, as the user's own switch would."""
+        if call.finalize_gradients:
+            return nullcontext()
+        units = units_in(one for module in self.context.modules() for one in module.modules())
+        return changed((group, name, False) for unit in units for group in groups_of(unit) for name in REDUCING)
 
     def _begin_or_refuse(self, begin: Callable[[], PreparedStep]) -> PreparedStep:
         """Prepare a step; if this rank cannot, notify the others before raising, so that none of them waits."""
@@ -173,18 +199,22 @@ class Session:
             plain_peak=plain_peak,
             largest_remote_bytes=self.context.memory.largest_remote_bytes if self.context.transport.can_lend() else 0,
             slices=tuple(inputs.step_inputs.lengths or ()),
+            batch_size=inputs.batch_size,
             idle=tuple(stage for stage, rank in enumerate(plan.stage_ranks) if not plan.actions[rank]) if plan.paths else (),
-            **self._twins(inputs, plan),
+            **self._twins(inputs, plan, is_training=is_training),
         )
 
-    def _twins(self, inputs: PreparedCall, plan: Plan) -> dict[str, Any]:
+    def _twins(self, inputs: PreparedCall, plan: Plan, *, is_training: bool) -> dict[str, Any]:
         """Return what twins compare: values in the first step, and in the one after a module of any rank has changed."""
         if plan.directions == 1:
             return {}
-        self.context.held_bytes = max(self.context.held_bytes, held_by(inputs.parts))
+        if is_training:  # an evaluation sets nothing aside
+            self.context.held_bytes = max(self.context.held_bytes, held_by(inputs.parts))
+        kinds, settings = kinds_of(inputs.parts)
         makeups = {stage: one.makeup for stage, one in inputs.parts.items()}
         is_changed, self._makeups = self._makeups not in (None, makeups), makeups
-        return {"weights": weights_of(inputs.parts, plan.depth, with_values=self._compares_weights), "is_changed": is_changed}
+        weights = weights_of(inputs.parts, plan.depth, with_values=self._compares_weights)
+        return {"weights": weights, "kinds": kinds, "settings": settings, "is_changed": is_changed}
 
     def agree(self, step: PreparedStep, packed: Sequence[bytes], gather: Gather) -> Run:
         """Check that all ranks are about to run the same step, and prepare this rank's first action."""
@@ -198,6 +228,8 @@ class Session:
             source.fullest.check([records[rank] for rank in context.group_ranks], names, source.rule, context.log().warning)
         if context.plan_rank == 0 and not self._has_told_batches and is_compared(self.guard.num_steps):
             self._compare_batches(records)
+        if context.plan_rank == 0 and not self._has_told_twins and source.plan.directions > 1:
+            self._compare_twins(records)
         plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
         context.transport.control.activity.state = State.PREPARING
         self._connect(plan, records)
@@ -224,6 +256,16 @@ class Session:
         if found := difference(records, self.source.plan):
             self._has_told_batches = True
             self.context.log().warning("%s: %s", self.source.rule, found)
+
+    def _compare_twins(self, records: Sequence[StepRecord]) -> None:
+        """Warn if twins differ in what may decide what they compute."""
+        if found := unlike_twins(records, lambda record: record.settings):
+            self._has_told_twins = True
+            self.context.log().warning(
+                "%s: stages %d and %d are twins, on ranks %d and %d, and have other attributes or hooks: if these change what a "
+                "stage computes, the gradients are of two different models; give both the same",
+                *(self.source.rule, *found),
+            )
 
     def _informed(self, inputs: StepInputs, records: Sequence[StepRecord]) -> StepInputs:
         """Let the last stage know how long slices are, though only the first one may have got a sequence."""
@@ -265,11 +307,11 @@ class Session:
         self._connected, self._largest = plan, largest
 
     def result(self, run: Run) -> Any:
-        """Return the result of the step: the merged outputs; None if there are none."""
+        """Return the result of the step: the merged outputs, or their list if they do not fit together; None if there are none."""
         outputs, slicing = list(run.compute.outputs.values()), self.context.slicing
         if outputs and slicing is not None:
             outputs = slicing.merged(outputs, run.compute.lengths)
-        return merge(outputs, self.context.specs.output) if outputs else None
+        return merge_or_list(outputs, self.context.specs.output) if outputs else None
 
     def finish(self, step: PreparedStep, run: Run, started: float) -> None:
         """Finish a step whose actions have all run: learn from it, count its bytes and times, and hand out its losses."""

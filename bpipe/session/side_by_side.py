@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
+from typing import Any
 
 from bpipe.cleanup import note
 from bpipe.comm.health.activity import place_of
@@ -11,6 +12,7 @@ from bpipe.engine.run import Run
 from bpipe.errors import StageError
 from bpipe.logs import LOG
 from bpipe.plan.action import Action
+from bpipe.recomputation.reachable import Reachable
 
 __all__: list[str] = []
 
@@ -29,11 +31,20 @@ class SideBySide:
         self.function = function
         self._has_warned = False
 
-    def runs(self, run: Run) -> bool:
-        """Return whether pairs of a step run side by side: not where FSDP2 or DDP act between computations."""
-        if run.sharding.is_needed and run.plan.overlapped and not self._has_warned:
+    def runs(self, run: Run, users: Sequence[Any]) -> bool:
+        """Return whether a step's pairs run side by side: not where it has none, or FSDP2 or DDP act between computations.
+
+        Args:
+            users: the modules and the loss of the step, of whose generators the function learns if it has a `begin_step`.
+        """
+        if not run.plan.overlapped:
+            return False
+        if run.sharding.is_needed and not self._has_warned:
             self._has_warned = True
             LOG.warning("forwards and backwards run one after the other, because a stage is under FSDP2 or DDP, which expect that")
+        begin_step = getattr(self.function, "begin_step", None)
+        if begin_step is not None and not run.sharding.is_needed:
+            begin_step(Reachable(users).sources)
         return not run.sharding.is_needed
 
     def __call__(self, run: Run, execute: Callable[[Action], None], forward: Action, backward: Action) -> None:

@@ -8,8 +8,9 @@ from itertools import accumulate, pairwise, product
 from math import inf, isclose
 from typing import Any, TypeVar
 
+from bpipe.checks import check_length
 from bpipe.errors import ConfigurationError
-from bpipe.plan.action import COMPUTE, HOST, Action, Op
+from bpipe.plan.action import BETWEEN_STAGES, COMPUTE, HOST, POSTS, Action, Op
 from bpipe.plan.plan import Plan
 
 __all__ = ["Costs", "Link"]
@@ -120,12 +121,12 @@ class Costs:
         for name in (*_TIMES, *_BYTES):
             value = getattr(self, name)
             if isinstance(value, tuple):
-                _check_length(name, value, plan.num_stages, "stages")
+                check_length(name, value, plan.num_stages, "stages")
                 for stage, series in enumerate(value):
                     if isinstance(series, tuple):
                         _check_series(f"{name}[{stage}]", series, plan, is_bytes=name in _BYTES)
         if self.nodes is not None:
-            _check_length("nodes", self.nodes, plan.num_ranks, "ranks")
+            check_length("nodes", self.nodes, plan.num_ranks, "ranks")
         for stage, unit in product(range(plan.num_stages), range(plan.slices)):
             saved, movable = self.saved(stage, unit), self.movable(stage, unit)
             if movable > saved:
@@ -137,21 +138,13 @@ class Costs:
         Raises:
             KeyError: `op` is not a computation.
         """
-        if op is Op.F or op is Op.R:
-            return _of_microbatch(self.forward_s, stage, microbatch)
+        given: Seconds | None = getattr(self, _TIME_OF[op])
+        if given is not None:
+            return _of_microbatch(given, stage, microbatch)
         if op is Op.B:
-            if self.backward_s is None:
-                return 2 * _of_microbatch(self.forward_s, stage, microbatch)
-            return _of_microbatch(self.backward_s, stage, microbatch)
-        if op is Op.I:
-            if self.input_s is None:
-                return self.seconds(Op.B, stage, microbatch) / 2
-            return _of_microbatch(self.input_s, stage, microbatch)
-        if op is Op.W:
-            if self.weight_s is None:
-                return max(self.seconds(Op.B, stage, microbatch) - self.seconds(Op.I, stage, microbatch), 0.0)
-            return _of_microbatch(self.weight_s, stage, microbatch)
-        raise KeyError(op)
+            return 2 * self.seconds(Op.F, stage, microbatch)
+        backward_s = self.seconds(Op.B, stage, microbatch)
+        return backward_s / 2 if op is Op.I else max(backward_s - self.seconds(Op.I, stage, microbatch), 0.0)
 
     def seconds_of(self, plan: Plan) -> Callable[[Op, int, int], float]:
         """Return a function that is as `seconds`, and faster for many computations of a plan."""
@@ -216,13 +209,11 @@ class Costs:
             KeyError: the action posts no transfer.
         """
         op, stage, microbatch, part, _ = action
-        before = part - 1 if part else stage - 1  # the stage at the other end of a message that comes from there, or goes back
-        if op in (Op.SEND_F, Op.RECV_F):
-            return _of_microbatch(self.output_bytes, before if op is Op.RECV_F else stage, microbatch)
-        if op in (Op.SEND_B, Op.RECV_B):
-            sizes = self.output_bytes if self.gradient_bytes is None else self.gradient_bytes
-            return _of_microbatch(sizes, before if op is Op.SEND_B else stage, microbatch)
-        if op in (Op.EVICT, Op.ACCEPT, Op.LOAD, Op.RETURN):
+        if op in BETWEEN_STAGES:  # an output, or the gradient of one, which is its maker's either way
+            maker = stage if op in (Op.SEND_F, Op.RECV_B) else part - 1 if part else stage - 1
+            gradient_bytes = self.output_bytes if self.gradient_bytes is None else self.gradient_bytes
+            return _of_microbatch(self.output_bytes if op in (Op.SEND_F, Op.RECV_F) else gradient_bytes, maker, microbatch)
+        if op in POSTS:
             return self.movable(stage, microbatch)
         if op is Op.REDUCE_GRAD:
             return _of_microbatch(self.exchanged_bytes, stage, 0)
@@ -236,7 +227,8 @@ class Costs:
         return self.cross_link if is_across and self.cross_link is not None else self.link
 
 
-_TIMES = ("forward_s", "backward_s", "input_s", "weight_s")
+_TIME_OF = {Op.F: "forward_s", Op.R: "forward_s", Op.B: "backward_s", Op.I: "input_s", Op.W: "weight_s"}
+_TIMES = tuple(dict.fromkeys(_TIME_OF.values()))
 OF_STAGE = ("static_bytes", "exchanged_bytes")  # not of a microbatch
 _BYTES = ("saved_bytes", "movable_bytes", "output_bytes", "gradient_bytes", *OF_STAGE)
 _MOST_SECONDS = 1e9
@@ -258,21 +250,16 @@ def _checked(name: str, value: Any, kind: type[int] | type[float], levels: int) 
     return kind(value)
 
 
-def _check_length(name: str, series: Sequence[object], expected: int, what: str) -> None:
-    if len(series) != expected:
-        raise ConfigurationError(f"{name} has {len(series)} entries: give one number, or one for each of {expected} {what}")
-
-
 def _check_series(name: str, series: Sequence[object], plan: Plan, *, is_bytes: bool) -> None:
     """Raise unless a series has an entry for each slice of a microbatch; or, if it is of times, for all of all microbatches."""
     if is_bytes and plan.slices == 1:
         raise ConfigurationError(f"{name} has {len(series)} entries: give one number, because microbatches are not cut into slices")
     if is_bytes:
-        _check_length(name, series, plan.slices, "slices of a microbatch")
+        check_length(name, series, plan.slices, "slices of a microbatch")
     elif plan.slices == 1:
-        _check_length(name, series, plan.num_microbatches, "microbatches")
+        check_length(name, series, plan.num_microbatches, "microbatches")
     elif len(series) != plan.slices:
-        _check_length(name, series, plan.num_units, f"slices, or of the {plan.slices} of a microbatch")
+        check_length(name, series, plan.num_units, f"slices, or of the {plan.slices} of a microbatch")
 
 
 def _shares(name: str, given: Sequence[float] | None, slices: int) -> list[float]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bpipe.plan.action import COMPUTE, HOST, RECEIVES, SENDS, SERVED, START_OF, Action, Identity, Op
-from bpipe.simulator.timeline import Lane, Span, Timeline
+from bpipe.simulator.timeline import Span, Timeline
 
 __all__ = ["Step", "critical_path"]
 
@@ -40,11 +40,12 @@ def critical_path(timeline: Timeline) -> list[Step]:
 
 
 class _Place(NamedTuple):
-    """An action of a lane."""
+    """An action of a lane, and when it ran."""
 
     rank: int
     served: bool
     position: int
+    span: Span
 
 
 class _Walk:
@@ -55,90 +56,88 @@ class _Walk:
         self.positions = lru_cache(_INDEXES_KEPT)(self._positions)
         self.link = lru_cache(_INDEXES_KEPT)(self._link)
 
-    def _lane(self, rank: int, served: bool) -> tuple[tuple[Action, ...], Lane]:
-        side = (self.plan.served, self.timeline.served) if served else (self.plan.actions, self.timeline.actions)
-        return side[0][rank], side[1][rank]
+    def _actions(self, rank: int, served: bool) -> tuple[Action, ...]:
+        return (self.plan.served if served else self.plan.actions)[rank]
 
     def _positions(self, rank: int, served: bool) -> dict[Identity, int]:
-        return {action.identity: position for position, action in enumerate(self._lane(rank, served)[0])}
+        return {action.identity: position for position, action in enumerate(self._actions(rank, served))}
 
-    def _span(self, place: _Place) -> Span:
-        actions, lane = self._lane(place.rank, place.served)
-        return Span(actions[place.position], lane.begin_s[place.position], lane.end_s[place.position])
+    def _place(self, rank: int, served: bool, position: int) -> _Place:
+        lane = (self.timeline.served if served else self.timeline.actions)[rank]
+        span = Span(self._actions(rank, served)[position], lane.begin_s[position], lane.end_s[position])
+        return _Place(rank, served, position, span)
 
     def back(self) -> Iterator[Step]:
         """Yield the path from its end."""
         last = max(self.timeline.computing_ranks(), key=self.timeline.step_end_s)
-        place: _Place | None = _Place(last, False, self.timeline.last_position(last))
+        place: _Place | None = self._place(last, False, self.timeline.last_position(last))
         while place is not None:
-            span = self._span(place)
-            if span.action.op in COMPUTE and not self._is_beside(place, span):
+            span = place.span
+            if span.action.op in COMPUTE and not self._is_beside(place):
                 yield Step(place.rank, span)
             if span.action.op in START_OF and span.seconds > 0:
-                place = yield from self._through(self._awaited(place, span.action), span.end_s)
+                place = yield from self._through(self._awaited(place), span.end_s)
             else:
                 place = self._before(place)
 
-    def _is_beside(self, place: _Place, span: Span) -> bool:
+    def _is_beside(self, place: _Place) -> bool:
         """Return whether a computation ran side by side with the one behind it, which stands for both."""
-        return self.plan.begins_pair(span.action) and self._span(place._replace(position=place.position + 1)).begin_s < span.end_s
+        if not self.plan.begins_pair(place.span.action):
+            return False
+        return self._place(*place[:2], place.position + 1).span.begin_s < place.span.end_s
 
     def _before(self, place: _Place) -> _Place | None:
         """Return the action that had to end before a lane reached a place; posting a transfer does not block."""
-        actions, _ = self._lane(place.rank, place.served)
-        peer = actions[place.position].peer if place.served else None
+        actions, peer = self._actions(*place[:2]), place.span.action.peer
         for position in range(place.position - 1, -1, -1):
             if not actions[position].is_post and (not place.served or actions[position].peer == peer):
-                return _Place(place.rank, place.served, position)
+                return self._place(*place[:2], position)
         return None
 
-    def _awaited(self, place: _Place, completion: Action) -> _Place:
+    def _awaited(self, place: _Place) -> _Place:
         """Return the sending end of the transfer that a lane waited for; the rank's own end if its host is the other one."""
-        start = completion.start_identity
-        here = place._replace(position=self.positions(place.rank, place.served)[start])
-        is_here = start[0] in SENDS or start[0] is Op.REDUCE_GRAD or completion.peer == HOST
+        start = place.span.action.start_identity
+        here = self._place(*place[:2], self.positions(*place[:2])[start])
+        is_here = start[0] in SENDS or start[0] is Op.REDUCE_GRAD or here.span.action.peer == HOST
         return here if is_here else self._other_end(here)
 
-    def _ends(self, send: _Place) -> tuple[_Place, ...]:
-        """Return the places where a transfer is posted: at both ends, or only at the rank's own if the other is a host."""
-        return (send,) if self._span(send).action.peer == HOST else (send, self._other_end(send))
-
     def _other_end(self, place: _Place) -> _Place:
-        action = self._span(place).action
+        action = place.span.action
         assert action.peer is not None
-        if (twin := self.plan.twin(action.stage)) is not None and action.is_exchange:
-            return _Place(action.peer, False, self.positions(action.peer, False)[action.op, twin, *action[2:4]])
-        other = self.plan.other_end(action)
+        twin = self.plan.twin(action.stage) if action.is_exchange else None
+        other = self.plan.other_end(action) if twin is None else (action.op, twin, *action[2:4])
         served = other[0] in SERVED
-        return _Place(action.peer, served, self.positions(action.peer, served)[other])
+        return self._place(action.peer, served, self.positions(action.peer, served)[other])
 
     def _through(self, send: _Place, arrival_s: float) -> Generator[Step, None, _Place | None]:
         """Follow transfers back to the lane that posted its end last, or that kept the link busy until then.
 
-        The transfer that kept a link busy is known only in a simulated timeline.
+        A transfer is posted at both ends, or only at the rank's own if the other is a host. The one that kept a link busy is known
+        only in a simulated timeline.
         """
         while True:
-            ends = self._ends(send)
-            span = Span(self._span(send).action, max(self._span(end).begin_s for end in ends), arrival_s)
+            action = send.span.action
+            ends = (send,) if action.peer == HOST else (send, self._other_end(send))
+            span = Span(action, max(end.span.begin_s for end in ends), arrival_s)
             yield Step(send.rank, span)
             later = max(ends, key=self._reached_s)
             if self.timeline.source != "simulated" or span.begin_s <= self._reached_s(later):
                 return self._before(later)
-            link = self.link(send.rank, span.action.peer, span.action.op in SENDS or span.action.is_exchange)
+            link = self.link(send.rank, action.peer, action.op in SENDS or action.is_exchange)
             send = link[bisect_left(link, (span.begin_s,)) - 1][1]
-            arrival_s = self._span(send).end_s
+            arrival_s = send.span.end_s
 
     def _reached_s(self, place: _Place) -> float:
         before = self._before(place)
-        return 0.0 if before is None else self._span(before).end_s
+        return 0.0 if before is None else before.span.end_s
 
     def _link(self, rank: int, peer: int, is_sending: bool) -> list[tuple[float, _Place]]:
         """Return the transfers from a rank to another, or from or to its host, in the order in which they began."""
         ops = SENDS if is_sending else RECEIVES
         places = (
-            _Place(rank, served, position)
+            self._place(rank, served, position)
             for served in (False, True)
-            for position, action in enumerate(self._lane(rank, served)[0])
+            for position, action in enumerate(self._actions(rank, served))
             if (action.op in ops or action.is_exchange) and action.peer == peer
         )
-        return sorted((self._span(place).begin_s, place) for place in places)
+        return sorted((place.span.begin_s, place) for place in places)

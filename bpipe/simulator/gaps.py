@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
-from bpipe.errors import ConfigurationError
+from bpipe.checks import check_seconds
 from bpipe.plan.action import START_OF
 from bpipe.simulator.timeline import Timeline
 
@@ -74,21 +73,17 @@ def gaps_of(timeline: Timeline, rank: int) -> list[Gap]:
         >>> [(gap.begin_s, gap.end_s) for gap in gaps_of(timeline, 1)]
         [(0.0, 1.0), (7.0, 9.0)]
     """
-    return list(_gaps(timeline, rank))
-
-
-def _gaps(timeline: Timeline, rank: int) -> Iterator[Gap]:
-    lane, always = timeline.actions[rank], timeline.actions[rank].static_bytes + timeline.actions[rank].remote_buffer_bytes
-    end = 0.0
-    for position, span in enumerate(timeline.spans(rank)):
+    lane = timeline.actions[rank]
+    always, end, gaps = lane.static_bytes + lane.remote_buffer_bytes, timeline.span_s(rank)[1], list[Gap]()
+    for span, own, messages in zip(timeline.spans(rank), lane.activation_bytes, lane.message_bytes):
         if span.action.op in START_OF:
-            if span.seconds > 0:
-                yield Gap(span.begin_s, span.end_s, always + lane.activation_bytes[position] + lane.message_bytes[position])
             end = max(end, span.end_s)
-    end = max(end, timeline.span_s(rank)[1])
+            if span.seconds > 0:
+                gaps.append(Gap(span.begin_s, span.end_s, always + own + messages))
     first = min(timeline.span_s(one)[0] for one in timeline.computing_ranks())
     if (over := first + timeline.makespan_s) > end:
-        yield Gap(end, over, always)
+        gaps.append(Gap(end, over, always))
+    return gaps
 
 
 def fill_gaps(timeline: Timeline, rank: int, piece_s: float, num_bytes: int = 0, budget: int | None = None) -> Filling:
@@ -111,8 +106,7 @@ def fill_gaps(timeline: Timeline, rank: int, piece_s: float, num_bytes: int = 0,
         >>> found.idle_s, found.used_s
         (21.0, 21.0)
     """
-    if not piece_s > 0:
-        raise ConfigurationError(f"piece_s={piece_s!r}: give a positive number of seconds")
+    check_seconds("piece_s", piece_s)
     if budget is None:
         planned = timeline.plan.budgets[rank] if timeline.plan.budgets is not None else None
         budget = timeline.device_peak_bytes(rank) if planned is None else planned

@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from heapq import heappop, heappush
-from itertools import repeat
 from operator import sub
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVES, SENDS, SHARDING, START_OF, Action, Identity, Op, Purpose
 from bpipe.plan.collector import collector_paused
-from bpipe.plan.meter import Meter, meter_of, occupancy
+from bpipe.plan.meter import Meter, occupancy
 from bpipe.plan.plan import Plan
+from bpipe.plan.sizes import Sizes, StageSizes
 from bpipe.simulator.costs import Costs
 from bpipe.simulator.timeline import Lane, Timeline
 
@@ -52,71 +53,64 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
         >>> simulate(plan, Costs()).makespan_s == simulate(build("1f1b", 4, 8), Costs()).makespan_s
         True
     """
-    events = _run(plan, costs)
+    events = _Events(plan, costs)
+    sized = _sized(plan, costs) if plan.sizes is None else plan
+    saved = sized.activations_meter()
+    whole = saved if plan.sizes is None else plan.meter()  # messages take memory only in a plan of bytes
     return Timeline(
         plan=plan,
-        actions=tuple(_recorded(plan, costs, rank, lane) for rank, lane in enumerate(events.compute)),
-        served=tuple(_merged(plan, rank, chains) for rank, chains in enumerate(events.chains)),
+        actions=tuple(_with_bytes(lane.times, sized, rank, saved, whole) for rank, lane in enumerate(events.compute)),
+        served=tuple(_merged(plan.served[rank], chains) for rank, chains in enumerate(events.chains)),
     )
 
 
 def simulated_times(plan: Plan, costs: Costs) -> Timeline:
     """Do what `simulate` does without the bytes of ranks, where a search needs no more than when computations run."""
-    events = _run(plan, costs)
-    lanes = tuple(Lane(begin_s=lane.begin_s, end_s=lane.end_s) for lane in events.compute)
-    return Timeline(plan=plan, actions=lanes, served=())
+    return Timeline(plan=plan, actions=tuple(lane.times for lane in _Events(plan, costs).compute), served=())
 
 
-def _run(plan: Plan, costs: Costs) -> _Events:
-    costs.check(plan)
-    with collector_paused():
-        events = _Events(plan, costs)
-        events.run()
-    return events
+def _sized(plan: Plan, costs: Costs) -> Plan:
+    """Return a plan with the bytes that the costs say its stages keep, and without pairs."""
+    of_units = [
+        tuple(
+            StageSizes(parts=(costs.movable(stage, unit),), fixed=costs.saved(stage, unit) - costs.movable(stage, unit))
+            for stage in range(plan.num_stages)
+        )
+        for unit in plan.units_of(0)
+    ]
+    static = tuple(sum(map(costs.static, plan.stages_of(rank))) for rank in range(plan.num_ranks))
+    return replace(plan, sizes=Sizes.of_slices(of_units, static=static), overlapped=frozenset())
 
 
-def own_bytes(plan: Plan, costs: Costs, rank: int, *, with_messages: bool = True) -> Iterator[int]:
-    """Yield the bytes that a rank's own microbatches, and messages between stages, take while each of its actions runs."""
-    if not plan.has_backward:
-        return repeat(0, len(plan.actions[rank]))
-    return occupancy(plan.actions[rank], _meter(plan, costs, with_messages))
-
-
-def _meter(plan: Plan, costs: Costs, with_messages: bool) -> Meter:
-    """Return the meter of the plan's own sizes, or of the costs if it counts slots."""
-    if plan.sizes is None:
-        return meter_of(lambda action: costs.saved(*action.key), lambda action: costs.movable(*action.key))
-    return plan.meter() if with_messages else plan.activations_meter()
-
-
-def idle_bytes(plan: Plan, costs: Costs, rank: int) -> int:
-    """Return the bytes that a rank holds without microbatches of its own: static ones of its stages, and remote buffers."""
-    return _static_bytes(plan, costs, rank) + remote_buffer_bytes(plan, costs, rank)
-
-
-def _static_bytes(plan: Plan, costs: Costs, rank: int) -> int:
-    if plan.sizes is not None:
-        return plan.sizes.static[rank]
-    return sum(map(costs.static, plan.stages_of(rank)))
-
-
-def remote_buffer_bytes(plan: Plan, costs: Costs, rank: int) -> int:
-    """Return the bytes of a rank's buffers for remote activations."""
-    if plan.sizes is not None:
-        return plan.remote_buffer_bytes(rank)
-    return sum(map(sum, plan.remote_buffers(rank, lambda action: costs.movable(*action.key)).values()))
+def _with_bytes(times: Lane, sized: Plan, rank: int, saved: Meter, whole: Meter) -> Lane:
+    """Return the times of a rank with its bytes: while its actions run, and those that stay."""
+    own = messages = array("q", bytes(8 * len(times.begin_s)))
+    if sized.has_backward:
+        own = array("q", occupancy(sized.actions[rank], saved))
+        messages = messages if whole is saved else array("q", map(sub, occupancy(sized.actions[rank], whole), own))
+    buffers = sized.remote_buffer_bytes(rank)
+    return replace(
+        times,
+        activation_bytes=own,
+        message_bytes=messages,
+        static_bytes=sized.idle_bytes(rank) - buffers,
+        remote_buffer_bytes=buffers,
+    )
 
 
 class _LaneRun:
-    """A lane while it runs: its position and its record."""
+    """A lane while it runs: its position and its times."""
 
     __slots__ = ("actions", "begin_s", "end_s", "has_begun", "position", "rank")
 
     def __init__(self, rank: int, actions: tuple[Action, ...]) -> None:
         self.rank, self.actions, self.position = rank, actions, 0
         self.has_begun = False  # whether the action at its position has begun
-        self.begin_s = array("d", bytes(8 * len(actions)))
-        self.end_s = array("d", bytes(8 * len(actions)))
+        self.begin_s, self.end_s = (array("d", bytes(8 * len(actions))) for _ in range(2))
+
+    @property
+    def times(self) -> Lane:
+        return Lane(begin_s=self.begin_s, end_s=self.end_s)
 
 
 class _End(NamedTuple):
@@ -131,7 +125,8 @@ class _Events:
     """All lanes of a plan, the transfers between them, and the links that carry them."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
-        self.plan, self.costs = plan, costs
+        costs.check(plan)
+        self.plan, self.costs, self.slowdown = plan, costs, costs.slowdown
         self.seconds = costs.seconds_of(plan)
         self.are_pairs_shorter = costs.overlapped_share > 0 and bool(plan.overlapped)
         self.carried = costs.carried if plan.sizes is None else plan.sizes.carried
@@ -144,8 +139,10 @@ class _Events:
         self.arrival_s: dict[Identity, float] = {}  # of transfers that their lane has not waited for yet
         self.blocked: dict[Identity, int] = {}  # lanes that wait for a transfer whose other end is missing
         self.busy_s: list[list[tuple[float, float]]] = [[] for _ in self.compute]  # when transfers of a rank are in flight
+        with collector_paused():
+            self._run()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         """Advance the lane that is furthest behind, again and again, so that transfers become ready in time order."""
         while self.agenda:
             now, index = heappop(self.agenda)
@@ -166,14 +163,16 @@ class _Events:
                 continue
             if not lane.has_begun:
                 lane.has_begun, lane.begin_s[lane.position] = True, now
+            is_pair = self.are_pairs_shorter and self.plan.begins_pair(action)  # then both take their time together
             if op in COMPUTE:
-                end = self._computed_s(lane, action)
+                end = self._computed_s(lane, action, is_pair=is_pair)
             elif op in SHARDING and peer is None:
                 end = now
-            elif (arrived := self._arrived_s(index, action)) is None:
-                return
+            elif (key := action.start_identity) in self.arrival_s:
+                end = self.arrival_s[key]
             else:
-                end = arrived
+                self.blocked[key] = index
+                return
             if end > now and agenda and agenda[0][0] <= end:
                 heappush(agenda, (end, index))
                 return
@@ -181,59 +180,44 @@ class _Events:
             lane.has_begun = False
             if op in START_OF:
                 del self.arrival_s[action.start_identity]
-            if self.are_pairs_shorter and self.plan.begins_pair(action):
+            if is_pair:
                 lane.position += 1
                 lane.begin_s[lane.position], lane.end_s[lane.position] = lane.begin_s[lane.position - 1], now
             lane.position += 1
 
-    def _computed_s(self, lane: _LaneRun, action: Action) -> float:
+    def _computed_s(self, lane: _LaneRun, action: Action, *, is_pair: bool) -> float:
         """Return when a computation that has begun ends, slowed down by the transfers known so far."""
         begin, work = lane.begin_s[lane.position], self.seconds(*action[:3])
-        if self.are_pairs_shorter and self.plan.begins_pair(action):  # they take their time together
+        if is_pair:
             work = self.costs.pair_s(action, lane.actions[lane.position + 1])
-        if action.part:
-            work /= self.plan.num_parts(action.stage)
-        if self.costs.slowdown == 1:
+        if self.slowdown == 1:
             return begin + work
         busy = self.busy_s[lane.rank] = [interval for interval in self.busy_s[lane.rank] if interval[1] > begin]
-        return _slowed_end(begin, work, sorted(busy), self.costs.slowdown)
-
-    def _arrived_s(self, index: int, completion: Action) -> float | None:
-        """Return when the transfer that a lane waits for arrives; block the lane and return None while the other end is missing."""
-        key = completion.start_identity
-        arrival = self.arrival_s.get(key)
-        if arrival is None:
-            self.blocked[key] = index
-        return arrival
+        return _slowed_end(begin, work, sorted(busy), self.slowdown)
 
     def _post(self, lane: _LaneRun, action: Action, now: float) -> None:
-        """Post one end of a transfer; the second end starts it, or the first if the other end is a host."""
-        op, peer = action.op, action.peer
+        """Post one end of a transfer; the second end starts it, or the first if the other end is a host.
+
+        An exchange between twins goes both ways at once, and lasts until both have arrived.
+        """
+        op, rank, peer = action.op, lane.rank, action.peer
         assert peer is not None
-        mine, is_send = _End(lane, lane.position, action.identity), op in SENDS
-        if action.is_exchange:
-            self._exchange(mine, lane.rank, peer, self.carried(action), now)
-            return
-        purpose, src, dst = (SENDS[op], lane.rank, peer) if is_send else (RECEIVES[op], peer, lane.rank)
+        if op in SENDS:
+            purpose, src, dst = SENDS[op], rank, peer
+        elif op in RECEIVES:
+            purpose, src, dst = RECEIVES[op], peer, rank
+        else:
+            purpose, src, dst = Purpose.TWIN, min(rank, peer), max(rank, peer)
+        is_send, mine = rank == src, _End(lane, lane.position, action.identity)
         theirs = self.lonely.get((purpose, src, dst, not is_send))
         if not theirs and peer != HOST:
             self.lonely[purpose, src, dst, is_send].append(mine)
             return
         begin, end = self._carry(src, dst, self.carried(action), now)
-        self._arrive((mine, theirs.popleft()) if theirs else (mine,), begin, end, now)
-
-    def _exchange(self, mine: _End, rank: int, peer: int, num_bytes: int, now: float) -> None:
-        """Post one end of an exchange between twins; the second end starts it, both ways at once."""
-        theirs = self.lonely.get((Purpose.TWIN, peer, rank, True))
-        if not theirs:
-            self.lonely[Purpose.TWIN, rank, peer, True].append(mine)
-            return
-        ways = [self._carry(*ends, num_bytes, now) for ends in ((rank, peer), (peer, rank))]
-        self._arrive((mine, theirs.popleft()), min(begin for begin, _ in ways), max(end for _, end in ways), now)
-
-    def _arrive(self, sides: Sequence[_End], begin: float, end: float, now: float) -> None:
-        """Note when a transfer is in flight on each of its ends, and wake the lanes that wait for it."""
-        for side in sides:
+        if purpose is Purpose.TWIN:
+            back = self._carry(dst, src, self.carried(action), now)
+            begin, end = min(begin, back[0]), max(end, back[1])
+        for side in (mine, theirs.popleft()) if theirs else (mine,):
             side.lane.begin_s[side.position], side.lane.end_s[side.position] = begin, end
             self.arrival_s[side.key] = end
             if side.key in self.blocked:
@@ -245,7 +229,7 @@ class _Events:
         begin = max(now, self.free_s[src, dst])
         departed = self.free_s[src, dst] = begin + num_bytes / link.bytes_per_s
         end = departed + link.latency_s
-        if self.costs.slowdown > 1:
+        if self.slowdown > 1:
             for rank in {src, dst} - {HOST}:
                 self.busy_s[rank].append((begin, end))
         return begin, end
@@ -267,28 +251,13 @@ def _slowed_end(begin: float, work_s: float, busy: Sequence[tuple[float, float]]
     return now + work_s
 
 
-def _recorded(plan: Plan, costs: Costs, rank: int, lane: _LaneRun) -> Lane:
-    """Return the record of a rank's compute lane, with the rank's bytes."""
-    saved = array("q", own_bytes(plan, costs, rank, with_messages=False))
-    is_sized = plan.sizes is not None  # messages take memory only then
-    messages = map(sub, own_bytes(plan, costs, rank), saved) if is_sized else repeat(0, len(saved))
-    return Lane(
-        begin_s=lane.begin_s,
-        end_s=lane.end_s,
-        activation_bytes=saved,
-        message_bytes=array("q", messages),
-        static_bytes=_static_bytes(plan, costs, rank),
-        remote_buffer_bytes=remote_buffer_bytes(plan, costs, rank),
-    )
-
-
-def _merged(plan: Plan, rank: int, chains: Mapping[int, _LaneRun]) -> Lane:
-    """Return the record of a rank's chains in the order of its served lane."""
-    positions = {peer: iter(range(len(chain.actions))) for peer, chain in chains.items()}
+def _merged(served: Sequence[Action], chains: Mapping[int, _LaneRun]) -> Lane:
+    """Return the times of a rank's chains in the order of its served lane."""
+    times = {peer: zip(chain.begin_s, chain.end_s) for peer, chain in chains.items()}
     begin_s, end_s = array("d"), array("d")
-    for action in plan.served[rank]:
+    for action in served:
         assert action.peer is not None
-        chain, position = chains[action.peer], next(positions[action.peer])
-        begin_s.append(chain.begin_s[position])
-        end_s.append(chain.end_s[position])
+        begin, end = next(times[action.peer])
+        begin_s.append(begin)
+        end_s.append(end)
     return Lane(begin_s=begin_s, end_s=end_s)

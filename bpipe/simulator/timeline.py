@@ -11,7 +11,7 @@ from operator import add
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
-from bpipe.plan.action import COMPUTE, RECEIVES, SENDS, START_OF, Action, Op
+from bpipe.plan.action import COMPUTE, POSTS, START_OF, Action, Op
 from bpipe.plan.amounts import show_bytes, show_seconds
 from bpipe.plan.grid import counts, plan_title
 from bpipe.plan.plan import Plan
@@ -189,7 +189,7 @@ class Timeline:
     def transfers(self, rank: int) -> Iterator[Span]:
         """Iterate over the transfers of a rank while they are in flight, including those for its remote activations."""
         both = (*self.spans(rank), *self.served_spans(rank))
-        return (span for span in both if span.action.op in SENDS or span.action.op in RECEIVES)
+        return (span for span in both if span.action.op in POSTS)
 
     def waits(self, rank: int) -> Iterator[Span]:
         """Iterate over the waits of a rank's compute lane, for other ranks' results as well as for transfers."""
@@ -279,20 +279,15 @@ class Timeline:
         if now > 0:  # static bytes existed before
             previous = idle
             yield _holding(0.0, lane, idle)
-        for action, *times, own, messages in self._moments(rank):
+        for (action, begin, end), *own in zip(self.spans(rank), lane.activation_bytes, lane.message_bytes):
             occupies_lane = action.op in COMPUTE or action.op in START_OF
-            if (own, messages) != previous:
-                previous = own, messages
-                yield _holding(max(now, times[0]) if occupies_lane else now, lane, previous)
+            if (*own,) != previous:
+                previous = own[0], own[1]
+                yield _holding(max(now, begin) if occupies_lane else now, lane, previous)
             if occupies_lane:
-                now = times[1]
+                now = end
         if previous not in (None, idle):
             yield _holding(now, lane, idle)
-
-    def _moments(self, rank: int) -> Iterator[tuple[Action, float, float, int, int]]:
-        """Iterate over a rank's actions with their times, and the bytes of the rank's own microbatches and messages meanwhile."""
-        lane = self.actions[rank]
-        return zip(self.plan.actions[rank], lane.begin_s, lane.end_s, lane.activation_bytes, lane.message_bytes)
 
 
 def _holding(begin_s: float, lane: Lane, own: tuple[int, int]) -> Holding:

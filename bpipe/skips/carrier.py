@@ -2,104 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 
-from bpipe.comm.wire.message import MessageSpec, flatten_message
+from bpipe.comm.wire.message import MessageSpec
 from bpipe.engine.messages import versions_of
 from bpipe.engine.microbatch_state import Arrived, Message, MicrobatchState, MicrobatchStates
 from bpipe.errors import StageError
+from bpipe.memory.saved.spans import Span
 from bpipe.memory.saved.storages import MessageBytes, keys_of, num_tensors
 from bpipe.plan.plan import Plan
 from bpipe.skips.held import Held, Made, Use, added
 from bpipe.skips.routes import Skip
-from bpipe.skips.values import OUTPUT, Layout, layout_of, pack, value_of
+from bpipe.skips.values import OUTPUT, Layout, described, fixed_among, layout_of, pack, value_of
+from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
 
 
 @dataclass
-class Given:
-    """The skips that a forward gets, besides those in the message from the stage before.
+class Part:
+    """The values in one message that a forward gets.
 
     Args:
+        layout: by name, the pytree of a value and the places of its tensors; in the message from the stage before also the output.
         tensors: of all values.
         needed: for each tensor, whether it needs a gradient.
-        borrowed: those of the tensors that an earlier stage on this rank has, too.
-        shared: for each tensor, whether an earlier or a later stage on this rank has it, too.
-        joined_held: the places in the message from the stage before that a later stage on this rank has, too.
-        values: by name, the pytree and the places in `tensors`.
-        joined: by name, likewise of the message from the stage before, if it carries skips; and of the output in it.
-        shapes: a description of all.
-        by_name: the tensors of each value, those in the message from the stage before, too, and whether they need a gradient.
+        shared: the places of what an earlier or a later stage on this rank has, too.
+        fixed: the places of what a later stage on any rank has, too, at least in part, with the last such stage.
+        is_borrowed: whether an earlier stage on this rank has the tensors.
+        entered: the tensors as the stage gets them.
     """
 
-    tensors: list[torch.Tensor] = field(default_factory=list)
-    needed: list[bool] = field(default_factory=list)
-    borrowed: list[torch.Tensor] = field(default_factory=list)
-    shared: list[bool] = field(default_factory=list)
-    joined_held: frozenset[int] = frozenset()
-    values: Layout = field(default_factory=dict)
-    joined: Layout = field(default_factory=dict)
-    shapes: str = ""
-    by_name: dict[str, list[tuple[torch.Tensor, bool]]] = field(default_factory=dict)
+    layout: Layout
+    tensors: list[torch.Tensor]
+    needed: list[bool]
+    shared: Collection[int] = ()
+    fixed: Mapping[int, int] = field(default_factory=dict)
+    is_borrowed: bool = False
+    entered: Sequence[torch.Tensor] = ()
 
-    def take(
-        self, layout: Layout, tensors: Sequence[torch.Tensor], needed: Sequence[bool], *, is_borrowed: bool, is_shared: bool
-    ) -> None:
-        """Add values whose tensors are these."""
-        begin = len(self.tensors)
-        self.values |= {name: (tree, [begin + place for place in places]) for name, (tree, places) in layout.items()}
-        self.count(layout, tensors, needed)
-        self.tensors += tensors
-        self.needed += needed
-        self.borrowed += tensors if is_borrowed else []
-        self.shared += [is_shared] * len(tensors)
-        self.shapes += f" with {', '.join(layout)}: {[list(tensor.shape) for tensor in tensors]}"
 
-    def lent(
-        self, tensors: Sequence[torch.Tensor], received: Sequence[torch.Tensor], entered: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the tensors that others on this rank have, too, each with the one that the stage gets over the same memory.
+@dataclass
+class Given:
+    """The skips that a forward gets: those in the message from the stage before, and those in the others."""
 
-        Args:
-            tensors: of the message from the stage before.
-            received: likewise, as the stage gets them.
-            entered: likewise of `self.tensors`.
+    joined: Part | None = None
+    others: list[Part] = field(default_factory=list)
+
+    @property
+    def parts(self) -> list[Part]:
+        """All of them."""
+        return self.others if self.joined is None else [self.joined, *self.others]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that are not in the message from the stage before."""
+        return [tensor for part in self.others for tensor in part.tensors]
+
+    @property
+    def needed(self) -> list[bool]:
+        """For each of them, whether it needs a gradient."""
+        return [needed for part in self.others for needed in part.needed]
+
+    @property
+    def borrowed(self) -> list[torch.Tensor]:
+        """Those of them that an earlier stage on this rank has, too."""
+        return [tensor for part in self.others if part.is_borrowed for tensor in part.tensors]
+
+    @property
+    def shapes(self) -> str:
+        """A description of them."""
+        each = ((", ".join(part.layout), [list(tensor.shape) for tensor in part.tensors]) for part in self.others)
+        return "".join(f" with {names}: {shapes}" for names, shapes in each)
+
+    def enter(self, received: Sequence[torch.Tensor], entered: Iterable[torch.Tensor]) -> None:
+        """Note the tensors as the stage gets them: those of the message from the stage before, and `tensors`."""
+        rest = iter(entered)
+        for part in self.parts:
+            part.entered = received if part is self.joined else list(islice(rest, len(part.tensors)))
+
+    def lent(self, *, with_joined: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the tensors that others on this rank have, too, each with the one that the stage gets over the same memory."""
+        return [(part.tensors[at], part.entered[at]) for part in (self.parts if with_joined else self.others) for at in part.shared]
+
+    def shared(self) -> list[tuple[str, torch.Tensor, int]]:
+        """Return the name, the tensor as the stage gets it, and its version, of all that another stage has or will have, too.
+
+        These are what others on this rank have, and what a later stage has on any rank.
         """
-        joined = [pair for at, pair in enumerate(zip(tensors, received)) if at in self.joined_held]
-        return joined + [pair for pair, is_shared in zip(zip(self.tensors, entered), self.shared) if is_shared]
+        return [
+            (name, part.entered[at], version_of(part.entered[at]))
+            for part in self.parts
+            for name, (_, places) in part.layout.items()
+            for at in places
+            if (at in part.shared or at in part.fixed) and not part.entered[at].is_inference()
+        ]
 
-    def shared_among(
-        self, received: Sequence[torch.Tensor], entered: Sequence[torch.Tensor]
-    ) -> list[tuple[str, torch.Tensor, int]]:
-        """Return the name, the tensor as the stage gets it, and its version, of all that others on this rank have, too.
+    def fixed(self) -> list[tuple[torch.Tensor, int]]:
+        """Return the tensors that a later stage has, too, as this stage gets them, with the last such stage."""
+        return [(part.entered[at], last) for part in self.parts for at, last in part.fixed.items()]
 
-        Args:
-            received: the tensors of the message from the stage before, as the stage gets them.
-            entered: likewise `tensors`.
-        """
-        joined = [(name, received[at]) for name, (_, places) in self.joined.items() for at in places if at in self.joined_held]
-        own = [(name, entered[at]) for name, (_, places) in self.values.items() for at in places if self.shared[at]]
-        return [(name, tensor, tensor._version) for name, tensor in (*joined, *own) if not tensor.is_inference()]
-
-    def count(self, layout: Layout, tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> None:
-        """Note the tensors of each value, and whether they need gradients."""
-        for name, (_, places) in layout.items():
-            self.by_name[name] = [(tensors[place], needed[place]) for place in dict.fromkeys(places)]
-
-    def arguments(self, received: Sequence[torch.Tensor], entered: Sequence[torch.Tensor], find_mesh: Any) -> dict[str, Any]:
-        """Put all values together again.
-
-        Args:
-            received: the tensors of the message from the stage before, as the stage gets them.
-            entered: likewise `tensors`.
-        """
-        joined = {name: value_of(one, received, find_mesh) for name, one in self.joined.items() if name != OUTPUT}
-        return joined | {name: value_of(one, entered, find_mesh) for name, one in self.values.items()}
+    def values(self, find_mesh: Any) -> dict[str, Any]:
+        """Put all values together again, by name; the output of the stage before is among them."""
+        return {name: value_of(one, part.entered, find_mesh) for part in self.parts for name, one in part.layout.items()}
 
 
 class Carrier:
@@ -120,9 +130,12 @@ class Carrier:
         self._used = {stage: {name for name, (_, *users) in skips.items() if stage % plan.depth in users} for stage in stages}
         self._made = {stage: {name for name, (source, *_) in skips.items() if stage % plan.depth == source} for stage in stages}
         self._users = {stage: [user for source, user in self._names if source == stage] for stage in stages}
-        ways = [way for way in self._names if way[1] in self._stages]
-        self._own = {stage: [source for source, first in ways if first == stage and source + 1 != stage] for stage in stages}
-        self._behind = {way: plan.routes.behind[way] for way in ways}  # the later users on this rank
+        self._own = {stage: [source for source, first in self._names if first == stage and source + 1 != stage] for stage in stages}
+        self._behind = plan.routes.behind  # the later users on the rank of a message's first user
+
+    def lead_past(self, stage: int) -> bool:
+        """Return whether some skip leads from an earlier stage to a later one than this."""
+        return any(source < stage < max((first, *later)) for (source, first), later in self._behind.items())
 
     # What a stage gets
 
@@ -150,34 +163,50 @@ class Carrier:
             StageError: a stage has changed in place what another one uses.
         """
         stage, given, uses = state.stage, Given(), []
-        if arrived.message is not None and (stage - 1, stage) in self._names:
-            given.joined = layout_of(arrived.message.spec, [OUTPUT, *self._names[stage - 1, stage]], self._place(state, stage - 1))
-            joined = {name: of for name, of in given.joined.items() if name != OUTPUT}
-            given.joined_held = frozenset(self._hold(state, stage - 1, arrived.message, joined))
-            given.count(joined, _all(arrived.message), _needed(arrived.message.spec, trains=self._has_backward))
-        if arrived.message is not None and stage - 1 in self._stages and set(self._users[stage - 1]) - {stage}:
-            self._lend(state, _all(arrived.message))  # messages to other stages may carry the same tensors
+        if (message := arrived.message) is not None:
+            given.joined = self._part(state, stage - 1, message)
+            if stage - 1 in self._stages and set(self._users[stage - 1]) - {stage}:
+                self._lend(state, given.joined.tensors)  # messages to other stages may carry the same tensors
         for source, message in arrived.skips:
-            layout = layout_of(message.spec, self._names[source, stage], self._place(state, source))
-            self._hold(state, source, message, layout)
-            tensors, needed = _all(message), _needed(message.spec, trains=self._has_backward)
-            is_local = source in self._stages
-            given.take(layout, tensors, needed, is_borrowed=is_local, is_shared=is_local or bool(self._behind[source, stage]))
-            self._lend_sent(state, source, tensors)
-            uses.append(Use(source, stage, list(range(sum(needed)))))
+            part = self._part(state, source, message)
+            given.others.append(part)
+            self._lend_sent(state, source, part.tensors)
+            uses.append(Use(source, stage, list(range(sum(part.needed)))))
         for (source, first), users in self._behind.items():
             if stage in users:
-                uses.append(self._take_held(given, state, source, first))
+                part, use = self._take_held(state, source, first)
+                given.others.append(part)
+                uses.append(use)
         state.uses = uses
-        self._count(state, given.by_name)
-        given.by_name.clear()
+        self._count(state, given.parts)
         return given
 
-    def _count(self, state: MicrobatchState, by_name: Mapping[str, Sequence[tuple[torch.Tensor, bool]]]) -> None:
+    def _part(self, state: MicrobatchState, source: int, message: Message) -> Part:
+        """Return the values in a message that a stage is the first on its rank to get; hold what later ones here use of them."""
+        where = f"{state.place}: the message from stage {source}"
+        layout, fixed = layout_of(message.spec, self._names_in(source, state.stage), where)
+        part = Part(layout, _all(message), _needed(message.spec, trains=self._has_backward))
+        users, is_before = self._behind.get((source, state.stage), ()), source + 1 == state.stage
+        held = self._hold(state, source, part, users) if users else ()
+        part.is_borrowed = source in self._stages and not is_before
+        is_all_shared = part.is_borrowed or (bool(users) and not is_before)
+        part.shared = range(len(part.tensors)) if is_all_shared else held
+        of_held = dict.fromkeys(held, max(users, default=0))
+        part.fixed = of_held | {at: max(last, of_held.get(at, 0)) for at, last in fixed.items()}
+        return part
+
+    def _names_in(self, source: int, first: int) -> list[str]:
+        """Return the names of the values in a message, its output included."""
+        return [OUTPUT] * (source + 1 == first) + self._names.get((source, first), [])
+
+    def _count(self, state: MicrobatchState, parts: Sequence[Part]) -> None:
         """Note the bytes of values, by place of their skip."""
         by_place: dict[int, dict[int, tuple[torch.Tensor, bool]]] = {}
-        for name, found in by_name.items() if self._has_backward else ():
-            by_place.setdefault(self._places[name], {}).update((id(tensor), (tensor, needed)) for tensor, needed in found)
+        for part in parts if self._has_backward else ():
+            for name, (_, places) in part.layout.items():
+                if name != OUTPUT:
+                    found = {id(part.tensors[at]): (part.tensors[at], part.needed[at]) for at in places}
+                    by_place.setdefault(self._places[name], {}).update(found)
         for place, tensors in by_place.items():
             gradient = sum(tensor.nbytes for tensor, needed in tensors.values() if needed)
             value, known = MessageBytes.of([tensor for tensor, _ in tensors.values()]), state.skip_bytes.get(place)
@@ -185,40 +214,26 @@ class Carrier:
 
     def count_made(self, state: MicrobatchState, user: int, message: Message) -> None:
         """Note the bytes of the values in a message that a forward has made."""
-        names = self._names.get((state.stage, user))
-        if names and self._has_backward:
-            given, is_joined = Given(), user == state.stage + 1
-            layout = layout_of(message.spec, [OUTPUT, *names] if is_joined else names, state.place)
-            layout.pop(OUTPUT, None)
-            given.count(layout, _all(message), _needed(message.spec, trains=True))
-            self._count(state, given.by_name)
+        if (state.stage, user) in self._names and self._has_backward:
+            layout, _ = layout_of(message.spec, self._names_in(state.stage, user), state.place)
+            self._count(state, [Part(layout, _all(message), _needed(message.spec, trains=True))])
 
-    def _place(self, state: MicrobatchState, source: int) -> str:
-        return f"{state.place}: the message from stage {source}"
-
-    def _hold(self, state: MicrobatchState, source: int, message: Message, layout: Layout) -> Sequence[int]:
-        """Hold what later stages of this rank will use of a message, if there are any; return the places of its tensors."""
-        users = self._behind[source, state.stage]
-        if not users:
-            return ()
-        wanted = set[str]().union(*(self._used[stage] for stage in users))
-        kept = {name: of for name, of in layout.items() if name in wanted}
-        places = sorted({place for _, of in kept.values() for place in of})
-        tensors = without_inference([_all(message)[place] for place in places])
-        needed = _needed(message.spec, trains=self._has_backward)
+    def _hold(self, state: MicrobatchState, source: int, part: Part, users: Sequence[int]) -> Sequence[int]:
+        """Hold what later stages of this rank will use of a message; return the places of its tensors."""
+        kept, places = _picked(part.layout, set[str]().union(*(self._used[stage] for stage in users)))
+        tensors, needed = without_inference([part.tensors[place] for place in places]), part.needed
         numbers = [sum(needed[:place]) if needed[place] else None for place in places]
-        self._end(state, source).held = Held(_among(kept, places), tensors, versions_of(tensors), numbers, sum(needed), len(users))
+        self._end(state, source).held = Held(kept, tensors, versions_of(tensors), numbers, len(users), [None] * sum(needed))
         self._lend(state, tensors)
         return places
 
-    def _take_held(self, given: Given, state: MicrobatchState, source: int, first: int) -> Use:
-        """Give a stage what an earlier one on its rank was the first to use."""
+    def _take_held(self, state: MicrobatchState, source: int, first: int) -> tuple[Part, Use]:
+        """Take what an earlier stage on this rank was the first to use."""
         end = self._microbatches[first, state.microbatch, source + 1]
         held = end.held
         assert held is not None, "a message is held until all its users have run"
         _check_unchanged(state, source, held.versions)
-        layout = {name: of for name, of in held.layout.items() if name in self._used[state.stage]}
-        places = sorted({place for _, of in layout.values() for place in of})
+        layout, places = _picked(held.layout, self._used[state.stage])
         tensors, numbers = [held.tensors[place] for place in places], [held.numbers[place] for place in places]
         held.num_users -= 1
         if held.num_users:
@@ -229,24 +244,36 @@ class Carrier:
             if not self._has_backward:
                 end.held = None
                 self._microbatches.drop(end)
-        given.take(_among(layout, places), tensors, [number is not None for number in numbers], is_borrowed=True, is_shared=True)
+        last = max(self._behind[source, first])
+        fixed = dict.fromkeys(range(len(tensors)), last) if last > state.stage else {}
+        needed = [number is not None for number in numbers]
         self._lend_sent(state, source, tensors)
-        return Use(source, first, [number for number in numbers if number is not None])
+        part = Part(layout, tensors, needed, range(len(tensors)), fixed, is_borrowed=True)
+        return part, Use(source, first, [number for number in numbers if number is not None])
 
     # What a stage hands on
 
-    def flattened(self, output: Any, state: MicrobatchState) -> dict[int, tuple[str, list[torch.Tensor]]]:
+    def flattened(
+        self, output: Any, state: MicrobatchState, received: Sequence[Span] = ()
+    ) -> dict[int, tuple[str, list[torch.Tensor]]]:
         """Split a stage's result, by the stage that gets each part of it first, as `flatten_message` splits an output.
+
+        Args:
+            received: of what the stage has got, and a later one has, too.
 
         Raises:
             StageError: the stage has returned something else than an output and its skips.
         """
         stage, names = state.stage, self._made[state.stage]
         output, values = _split(output, names, state.place) if names else (output, {})
-        of_users = {user: {name: values[name] for name in self._names[stage, user]} for user in self._users[stage]}
-        joined, behind = of_users.pop(stage + 1, None), stage + 1
-        main = flatten_message(output, state.place) if joined is None else pack({OUTPUT: output, **joined}, state.place)
-        return {behind: main, **{user: pack(found, state.place) for user, found in of_users.items()}}
+        packed = {}
+        for user in dict.fromkeys((stage + 1, *self._users[stage])):
+            of_user = {name: output if name == OUTPUT else values[name] for name in self._names_in(stage, user)}
+            packed[user] = pack(of_user, state.place)
+        last_users = {user: max((user, *self._behind.get((stage, user), ()))) for user in packed}
+        spans = {user: [Span(tensor, last_users[user]) for tensor in tensors] for user, (_, tensors) in packed.items()}
+        fixed = fixed_among(spans, received)
+        return {user: (described(layout, fixed[user]), tensors) for user, (layout, tensors) in packed.items()}
 
     def note(self, state: MicrobatchState, flattened: Mapping[int, tuple[str, Sequence[torch.Tensor]]]) -> list[torch.Tensor]:
         """Remember which of a forward's results are in which message; return them, each once."""
@@ -297,9 +324,7 @@ class Carrier:
                 total[number] = added(total[number], gradient)
         return total
 
-    def hand_back(
-        self, state: MicrobatchState, gradients: Sequence[torch.Tensor | None]
-    ) -> dict[int, list[torch.Tensor | None]]:
+    def hand_back(self, state: MicrobatchState, gradients: Sequence[torch.Tensor | None]) -> dict[int, list[torch.Tensor | None]]:
         """Return the gradients that go back after a backward, by the stage that gets them; give the others to those held.
 
         Args:
@@ -320,9 +345,7 @@ class Carrier:
         state.uses = ()
         return found
 
-    def _with_held(
-        self, state: MicrobatchState, source: int, gradients: list[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
+    def _with_held(self, state: MicrobatchState, source: int, gradients: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Add what later stages of this rank have given to the tensors of a message."""
         end = self._microbatches.get((state.stage, state.microbatch, source + 1))
         if end is None or end.held is None:
@@ -356,7 +379,7 @@ def _split(result: Any, names: set[str], place: str) -> tuple[Any, dict[str, Any
 
 
 def _check_unchanged(state: MicrobatchState, source: int, versions: Sequence[tuple[torch.Tensor, int]]) -> None:
-    if any(tensor._version != version for tensor, version in versions):
+    if any(version_of(tensor) != version for tensor, version in versions):
         raise StageError(
             f"{state.place}: a skip of stage {source} was changed in place by another stage on this rank before this one used it. "
             "Clone it where it is changed"
@@ -374,9 +397,11 @@ def _alone(gradient: torch.Tensor, together: Mapping[int, int]) -> torch.Tensor:
     return gradient.clone() if is_shared else gradient
 
 
-def _among(layout: Layout, places: Sequence[int]) -> Layout:
-    """Return a layout whose tensors are those at some places of the old one."""
-    return {name: (tree, [places.index(place) for place in of]) for name, (tree, of) in layout.items()}
+def _picked(layout: Layout, names: set[str]) -> tuple[Layout, list[int]]:
+    """Return the layout of some of the values alone, and the places that their tensors have had."""
+    places = sorted({place for name, (_, of) in layout.items() if name in names for place in of})
+    kept = {name: (tree, [places.index(place) for place in of]) for name, (tree, of) in layout.items() if name in names}
+    return kept, places
 
 
 def _all(message: Message) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ class Held:
         tensors: what they use of the message, until the last of them has run forward.
         versions: of these; no stage may change them.
         numbers: for each of them, its number among the message's tensors that need a gradient; None if it needs none.
-        num_needed: how many tensors of the message need a gradient.
         num_users: how many of these stages have not run forward yet.
         gradients: for each tensor of the message that needs one, the sum of what their backwards have given; None if nothing.
     """
@@ -31,12 +30,8 @@ class Held:
     tensors: list[torch.Tensor]
     versions: list[tuple[torch.Tensor, int]]
     numbers: list[int | None]
-    num_needed: int
     num_users: int
-    gradients: list[torch.Tensor | None] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.gradients = [None] * self.num_needed
+    gradients: list[torch.Tensor | None]
 
     def add(self, numbers: Sequence[int], gradients: Sequence[torch.Tensor | None]) -> None:
         """Add what the backward of a later stage gives to the tensors with these numbers."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from bpipe.plan.action import COMPUTE, MESSAGES, Action, Op
 from bpipe.plan.sizes import SkipSizes, StageSizes
-from bpipe.skips.routes import Skip
+from bpipe.skips.routes import Skip, users_by_rank
 
 __all__: list[str] = []
 
@@ -47,9 +48,7 @@ def holds_of(stages: Sequence[StageSizes], skips: Sequence[Skip], stage_ranks: S
         for place, skip in enumerate(skips):
             source, *users = (first + stage for stage in skip)
             at = {stage: one for stage in (source, *users) for one in stages[stage].skips if one.place == place}
-            by_rank: dict[int, list[int]] = {}
-            for user in users:
-                by_rank.setdefault(stage_ranks[user], []).append(user)
+            by_rank = users_by_rank(users, stage_ranks)
             local = by_rank.pop(stage_ranks[source], [])
             if source in at:
                 own = at[source]
@@ -142,7 +141,7 @@ def changes(lane: Sequence[Action], holds: Sequence[Sequence[Hold]]) -> tuple[Ch
     """
     first: dict[tuple[Op, int, int, int], int] = {}
     last: dict[tuple[Op, int, int, int], int] = {}
-    again: dict[tuple[int, int], int] = {}  # second forwards
+    again: dict[tuple[Op, int, int, int], int] = {}  # the second of two forwards
     units: dict[int, None] = {}
     for index, (op, stage, unit, part, _) in enumerate(lane):
         if op in COMPUTE or op in MESSAGES:
@@ -151,26 +150,18 @@ def changes(lane: Sequence[Action], holds: Sequence[Sequence[Hold]]) -> tuple[Ch
             last[key] = index
             units[unit] = None
         if op is Op.R:
-            again[stage, unit] = index
-    takes: Changes = {}
-    gives: Changes = {}
+            again[Op.F, stage, unit, 0] = index
+    ending = last | again
+    takes, gives = defaultdict[int, int](int), defaultdict[int, int](int)
     for unit in units:
         for num_bytes, (op, stage, part), begins_before, ends, ends_before in holds[unit % len(holds)]:
             begin = (first if begins_before else last).get((op, stage, unit, part))
-            ending = [again.get((s, unit)) if o is Op.F and (s, unit) in again else last.get((o, s, unit, p)) for o, s, p in ends]
-            end = max((index for index in ending if index is not None), default=None)
-            if begin is None or end is None:
+            end = max((ending.get((o, s, unit, p), -1) for o, s, p in ends), default=-1)
+            if begin is None or end < begin or (end == begin and not begins_before):
                 continue
-            if end < begin or (end == begin and not begins_before):
-                continue
-            if begins_before:
-                takes[begin] = takes.get(begin, 0) + num_bytes
-            else:
-                gives[begin] = gives.get(begin, 0) - num_bytes
-            # A computation in pieces counts its input until it has ended.
-            if ends_before and lane[end].part == 0:
-                takes[end] = takes.get(end, 0) - num_bytes
-            else:
-                gives[end] = gives.get(end, 0) + num_bytes
+            for index, change, is_before in ((begin, num_bytes, begins_before), (end, -num_bytes, ends_before)):
+                if is_before:
+                    takes[index] += change
+                else:
+                    gives[index] -= change
     return takes, gives
-

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from keyword import iskeyword
 from typing import NamedTuple
 
@@ -58,16 +58,14 @@ def routes_of(skips: tuple[Skip, ...], stage_ranks: tuple[int, ...], directions:
     behind: dict[Way, set[int]] = defaultdict(set)
     shared: set[int] = set()
     for first in range(0, directions * depth, depth):
-        for place, (source, *users) in enumerate(skips):
-            by_rank = {stage_ranks[first + user]: first + user for user in reversed(users)}
-            for user in sorted(by_rank.values()):
-                ways[first + source, user].append(place)
-            for user in users:
-                of_rank = by_rank[stage_ranks[first + user]]
-                behind[first + source, of_rank].update({first + user} - {of_rank})
-            involved = [first + stage for stage in (source, *users)]
-            num_involved = Counter(stage_ranks[stage] for stage in involved)
-            shared.update(stage for stage in involved if num_involved[stage_ranks[stage]] > 1)
+        for place, skip in enumerate(skips):
+            source, *users = (first + stage for stage in skip)
+            by_rank = users_by_rank(users, stage_ranks)
+            for user, *later in by_rank.values():
+                ways[source, user].append(place)
+                behind[source, user].update(later)
+            by_rank.setdefault(stage_ranks[source], []).append(source)
+            shared.update(*(stages for stages in by_rank.values() if len(stages) > 1))
     sent: dict[int, list[int]] = defaultdict(list)
     received: dict[int, list[int]] = defaultdict(list)
     for source, user in sorted(ways):
@@ -81,6 +79,14 @@ def routes_of(skips: tuple[Skip, ...], stage_ranks: tuple[int, ...], directions:
         {stage: tuple(sources) for stage, sources in received.items()},
         frozenset(shared),
     )
+
+
+def users_by_rank(users: Iterable[int], stage_ranks: Sequence[int]) -> dict[int, list[int]]:
+    """Return by rank the stages that use a value, in ascending order."""
+    by_rank: dict[int, list[int]] = {}
+    for user in users:
+        by_rank.setdefault(stage_ranks[user], []).append(user)
+    return by_rank
 
 
 def named_skips(skips: Mapping[str, Sequence[int]], depth: int) -> dict[str, Skip]:

@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bpipe.memory.saved.joined import join
 from bpipe.slices.masks import Ahead, Mask
+from bpipe.torch_private.operators import flash_attention, flash_attention_backward
 
 __all__: list[str] = []
 
@@ -100,10 +101,10 @@ def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(q: torch.Tensor, given: _Given, scale: float | None) -> _Piece:
-    aten, (k, v, is_causal, bias) = torch.ops.aten, given
+    attend, (k, v, is_causal, bias) = flash_attention(q.device.type), given
     if q.device.type == "cpu":
-        return _Piece(*aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale))
-    output, logs, *options, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
+        return _Piece(*attend(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale))
+    output, logs, *options, _ = attend(q, k, v, 0.0, is_causal, scale=scale)
     return _Piece(output, logs, tuple(options))
 
 
@@ -111,13 +112,11 @@ def _gradients(
     gradient: torch.Tensor, q: torch.Tensor, given: _Given, whole: _Piece, scale: float | None
 ) -> Sequence[torch.Tensor]:
     """Return the gradients of q, k and v by the attention to one piece, given the output and the logarithms of all pieces."""
-    aten, (k, v, is_causal, bias), (output, logs, options) = torch.ops.aten, given, whole
+    backward, (k, v, is_causal, bias), (output, logs, options) = flash_attention_backward(q.device.type), given, whole
     if q.device.type == "cpu":
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         found = backward(gradient, q, k, v, output, logs, 0.0, is_causal, attn_mask=bias, scale=scale)
     else:
         sums_q, sums_k, most_q, most_k, seed, offset = options
-        backward = aten._scaled_dot_product_flash_attention_backward
         found = backward(gradient, q, k, v, output, logs, sums_q, sums_k, most_q, most_k, 0.0, is_causal, seed, offset, scale=scale)
     return found  # type: ignore[no-any-return]
 
@@ -131,14 +130,17 @@ class _Attention(torch.autograd.Function):
         for given in _given(q, mask, pieces):
             piece = _attend(q, given, scale)
             ctx.options.append(piece.options)
-            wide = piece.output.to(piece.logs.dtype)
+            # Of float64, too: before 2.13 torch's compiler takes its logarithms for float32.
+            wide = piece.output.to(torch.promote_types(q.dtype, piece.logs.dtype))
             if output is None or logs is None:
                 output, logs = wide, piece.logs
             else:
                 output = output - torch.sigmoid(piece.logs - logs).unsqueeze(-1) * (output - wide)
                 logs = torch.logaddexp(logs, piece.logs)
         assert output is not None and logs is not None, "a slice attends to itself, too"
-        output = mask.without_blind(output).to(q.dtype)
+        output = mask.without_blind(output)
+        if output.dtype is not q.dtype:  # torch 2.11's compiler gives wrong gradients after a cast that changes nothing
+            output = output.to(q.dtype)
         ctx.save_for_backward(q, output, logs, *tensors)
         return output
 

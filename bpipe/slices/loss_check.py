@@ -1,26 +1,29 @@
 """Find out whether a sequence's loss is what its slices' losses make up: their mean, or with `scale_grads=False` their sum.
 
-A sum in place of a mean, or the root of a mean, would train on something else without a word. So two neighbouring slices of a
-sequence are compared with both of them together, at a few positions of each.
+A sum in place of a mean, or the root of a mean, would train on something else without a word; so would a mean that leaves out
+padding, or a mask, which shows only where one slice has more of it than another. So two neighbouring slices of a sequence are
+compared with both of them together, at a few positions of each: the first ones, and others whenever targets look new.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from math import isfinite
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from bpipe.errors import StageError
 from bpipe.model.microbatch import tensors_in
 from bpipe.slices.positions import SEQUENCE
+from bpipe.torch_private.pytrees import tree_map_only
 
 __all__: list[str] = []
 
-POSITIONS = 4  # of a slice that are compared, with one of the slice before it
+POSITIONS = 4  # of a slice that are compared beside those that may count in another way, with one of the slice before it
+IGNORED = -100  # a target that cross_entropy leaves out
 LIMITS = {torch.float64: 1e-9, torch.float32: 1e-5}  # of relative differences, by the loss's precision
 ROUGH = 0.05  # in half precision
 Loss = Callable[[Any, Any], Any]
@@ -34,87 +37,127 @@ class Dims(NamedTuple):
     target: int | None = SEQUENCE
 
 
+Kind = tuple[Any, ...]  # how a slice's target looks: dimensions, and whether there is something that may not count
+
+
 class _Part(NamedTuple):
     """Some positions of a slice."""
 
-    unit: int
     output: Any
     target: Any
     length: int
 
 
 class LossCheck:
-    """Compares the losses of the first two neighbouring slices that have something in common.
+    """Compares the losses of neighbouring slices of a step, one pair for each way in which targets look that was not seen before.
 
     Args:
         slices: into how many slices each sequence is cut.
         dims: where positions are.
         weigh: returns the weights of slices in the mean, given their targets and lengths; None if losses are added up.
+        targets: of all slices; None on ranks without a loss.
+        seen: what was compared in earlier steps; what this one compares is added.
     """
 
-    def __init__(self, slices: int, dims: Dims, weigh: Weigh | None) -> None:
-        self._slices, self._dims, self._weigh = slices, dims, weigh
-        self._before: _Part | None = None
-        self._is_done = slices == 1 or None in dims
+    def __init__(
+        self, slices: int, dims: Dims, weigh: Weigh | None, targets: Sequence[Any] | None, seen: set[tuple[Kind, Kind]]
+    ) -> None:
+        self._dims, self._weigh, self._seen = dims, weigh, seen
+        self._before: dict[int, _Part | None] = {}  # of a pair, by the number of its second slice
+        self._due: dict[int, tuple[Kind, Kind]] = {}  # by the number of the second slice of each pair
+        if targets is None or slices == 1 or None in dims:
+            return
+        kinds, new = _kinds(targets, dims.target or 0), set(seen)
+        for unit, pair in enumerate(pairwise(kinds), 1):
+            if unit % slices and pair not in new:
+                new.add(pair)
+                self._due[unit] = pair
 
     def look(self, unit: int, output: Any, target: Any, length: int, loss: Loss, name: str) -> None:
-        """Compare a slice with the one before it, once.
+        """Compare a slice with the one before it, if that is due.
 
         Raises:
             StageError: the loss of both is not what their losses make up.
         """
-        if self._is_done or not length:
+        if unit + 1 in self._due and length:
+            self._before[unit + 1] = self._part(output, target, length, at_end=True)
+        before = self._before.pop(unit, None)
+        if before is None or not length:
             return
-        before, is_first = self._before, unit % self._slices == 0
-        part = self._part(unit, output, target, length, at_end=is_first)
-        self._before = self._part(unit, output, target, length, at_end=True) if not is_first else part
-        if before is None or part is None or before.unit != unit - 1 or is_first:
-            return
-        expected, found, limit = self._losses(before, part, loss)
+        kinds = self._due.pop(unit)
+        part = self._part(output, target, length, at_end=False)
+        expected, found, limit = (None, None, 0.0) if part is None else self._losses(before, part, loss)
         if expected is None or found is None:
             return
-        self._is_done, self._before = True, None
+        self._seen.add(kinds)
         if not abs(found - expected) <= limit * max(abs(expected), abs(found)):  # NaN, too
             raise _differs(name, expected, found, is_mean=self._weigh is not None)
 
-    def _part(self, unit: int, output: Any, target: Any, length: int, *, at_end: bool) -> _Part | None:
+    def _part(self, output: Any, target: Any, length: int, *, at_end: bool) -> _Part | None:
         """Return a few positions of a slice; None if a tensor has none."""
-        count = 1 if at_end else min(POSITIONS, length)
-        start = length - count if at_end else 0
-        cut = []
-        for value, dim in zip((output, target), self._dims):
-            assert dim is not None
-            tensors = tensors_in(value)
-            if not tensors or not all(_has_positions(tensor, dim, length) for tensor in tensors):
-                return None
-            cut.append(tree_map_only(torch.Tensor, partial(_some, dim=dim, start=start, count=count), value))
-        return _Part(unit, cut[0], cut[1], count)
+        both = [(value, dim or 0) for value, dim in zip((output, target), self._dims)]
+        if any(not tensors_in(value) or not _have_positions(value, dim, length) for value, dim in both):
+            return None
+        places = sorted({length - 1, *(() if at_end else range(min(POSITIONS, length))), *_odd_places(*both[1])})
+        cut = [tree_map_only(torch.Tensor, partial(_some, dim=dim, places=places), value) for value, dim in both]
+        return _Part(cut[0], cut[1], len(places))
 
     def _losses(self, one: _Part, other: _Part, loss: Loss) -> tuple[float | None, float | None, float]:
         """Return what two losses make up, the loss of both together, and how far they may be apart."""
         both = [_joined(pair, dim) for pair, dim in zip(((one.output, other.output), (one.target, other.target)), self._dims)]
         pairs = [(one.output, one.target), (other.output, other.target), both]
         weights = [1.0, 1.0] if self._weigh is None else self._weigh([one.target, other.target], [one.length, other.length])
-        if not all(weights):
+        if not any(weights):
             return None, None, 0.0
         for widen in (_widened, _as_it_is):
             try:
-                with torch.no_grad():
-                    losses = [loss(widen(output), widen(target)) for output, target in pairs]
+                with torch.no_grad():  # a slice in which nothing counts has no loss
+                    losses = [loss(*map(widen, pair)) if weight else 0.0 for pair, weight in zip(pairs, (*weights, 1))]
                 first, second, whole = map(float, losses)
             except Exception:  # it may know one precision only
                 continue
-            limit = LIMITS.get(losses[2].dtype, ROUGH)
+            precision: Any = getattr(losses[2], "dtype", None)
+            limit = LIMITS.get(precision, ROUGH)
             return (weights[0] * first + weights[1] * second, whole, limit) if isfinite(whole) else (None, None, 0.0)
         return None, None, 0.0
 
 
-def _has_positions(tensor: torch.Tensor, dim: int, length: int) -> bool:
-    return type(tensor) is torch.Tensor and -tensor.ndim <= dim < tensor.ndim and tensor.shape[dim] == length
+def _have_positions(value: Any, dim: int, length: int) -> bool:
+    return all(
+        type(tensor) is torch.Tensor and -tensor.ndim <= dim < tensor.ndim and tensor.shape[dim] == length
+        for tensor in tensors_in(value)
+    )
 
 
-def _some(tensor: torch.Tensor, *, dim: int, start: int, count: int) -> torch.Tensor:
-    return tensor.detach().narrow(dim, start, count).clone()
+def _kinds(targets: Sequence[Any], dim: int) -> list[Kind]:
+    """Return how the slices' targets look. Sizes do not count: else each new length of sequences would be compared, too."""
+    of_slices = [tensors_in(target) for target in targets]
+    odd = [_oddities(tensor, dim) for tensors in of_slices for tensor in tensors]
+    found = iter(torch.stack([one.to(odd[0].device) for one in odd]).tolist() if odd else ())  # the host waits for the device once
+    return [tuple((tensor.ndim, tensor.dtype, bool(tensor.numel()), *next(found)) for tensor in tensors) for tensors in of_slices]
+
+
+def _oddities(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return whether a target has what may be padding or a mask: entries of -100, entries of 0, and equal ones at the end."""
+    if type(tensor) is not torch.Tensor or not tensor.numel():
+        return torch.zeros(3, dtype=torch.bool)
+    ends = tensor.narrow(dim, tensor.shape[dim] - 1, 1) if -tensor.ndim <= dim < tensor.ndim else tensor
+    next_to = tensor.narrow(dim, max(0, tensor.shape[dim] - 2), 1) if ends is not tensor else tensor
+    return torch.stack([(tensor == IGNORED).any(), (tensor == 0).any(), (ends == next_to).any()])
+
+
+def _odd_places(target: Any, dim: int) -> set[int]:
+    """Return the first and the last position where an entry of a target may not count."""
+    places: set[int] = set()
+    for tensor in tensors_in(target):
+        is_odd = ((tensor == IGNORED) | (tensor == 0)).movedim(dim, 0).reshape(tensor.shape[dim], -1)
+        found = is_odd.any(1).nonzero().flatten().tolist()
+        places.update(found[:1], found[-1:])
+    return places
+
+
+def _some(tensor: torch.Tensor, *, dim: int, places: Sequence[int]) -> torch.Tensor:
+    return tensor.detach().index_select(dim, torch.tensor(places, device=tensor.device))
 
 
 def _joined(values: tuple[Any, Any], dim: int | None) -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 
 __all__: list[str] = []
 
@@ -63,6 +62,8 @@ class Ahead(Mask):
         self._queries, self._positions = queries, positions
 
     def whole(self) -> Any:
+        from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which most do not need
+
         return causal_lower_right(self._queries, self._positions)
 
 

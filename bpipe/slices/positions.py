@@ -210,12 +210,28 @@ def rule_of(lengths: Lengths | None, num_slices: int) -> Callable[[int], list[in
         return partial(_equal_lengths, num_slices)
     if callable(lengths):
         return partial(_returned_lengths, lengths, num_slices)
-    if len(lengths) != num_slices or not all(length > 0 for length in lengths):
+    numbers = numbers_of(lengths)
+    if len(numbers) != num_slices or not all(number > 0 for number in numbers):
         raise ConfigurationError(
-            f"slice_lengths={list(lengths)}: give {num_slices} positive numbers, one for each slice: of positions, or shares of "
-            "the sequence; or a function that returns them for a number of positions"
+            f"slice_lengths={numbers or lengths}: give {num_slices} positive numbers, one for each slice: of positions, or shares "
+            "of the sequence; or a function that returns them for a number of positions"
         )
-    return partial(_given_lengths, lengths)
+    return partial(_given_lengths, numbers)
+
+
+def numbers_of(lengths: Any) -> list[float]:
+    """Return lengths as Python's numbers, whatever sequence, tensor or array they are in; none if they are no numbers."""
+    try:
+        return [_number(length) for length in lengths]
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # torch's for a tensor of several
+        return []
+
+
+def _number(length: Any) -> float:
+    try:
+        return operator.index(length)
+    except TypeError:
+        return float(length.__float__())  # which texts do not have
 
 
 def _equal_lengths(num_slices: int, size: int) -> list[int]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from bpipe.errors import ConfigurationError
+from bpipe.torch_private.modules import COMPILED
 
 __all__: list[str] = []
 
+# The class of nn.BatchNorm1d, nn.InstanceNorm1d and those of other libraries, whose statistics are over all positions.
+(NORM_BASE,) = {*nn.BatchNorm1d.__mro__} & {*nn.InstanceNorm1d.__mro__} - {*nn.Module.__mro__}
 PAST = "past"  # the argument by which a module gets what earlier slices have left
-WRAPPED = ("_orig_mod", "module")  # what torch.compile and DistributedDataParallel hold
+WRAPPED = (COMPILED, "module")  # what torch.compile and DistributedDataParallel hold
 
 
 def check_takes_slices(module: nn.Module, name: str) -> None:
@@ -27,7 +29,7 @@ def check_takes_slices(module: nn.Module, name: str) -> None:
             "what it has returned as its state for the earlier slices of the sequence, and return (output, state); see bpipe.slices"
         )
     for path, layer in module.named_modules():
-        if isinstance(layer, (_NormBase, nn.GroupNorm)):
+        if isinstance(layer, (NORM_BASE, nn.GroupNorm)):
             raise ConfigurationError(
                 f"{name} does not take slices: {path or 'it'} is a {type(layer).__name__}, whose statistics would be those of a "
                 "slice and not of the whole sequence. Use LayerNorm or RMSNorm, or train without slices"

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from threading import get_ident
 from typing import Any
 
-import numpy as np
+import numpy.random  # noqa: F401  # its first import would look like a draw
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bpipe.device import random_state
+from bpipe.logs import warn_once
+from bpipe.recomputation.generators import PYTHON, GlobalNumPy, Source, are_equal, source_of, threads_beside
+from bpipe.torch_private.modes import DispatchMode
+from bpipe.torch_private.modules import is_compiled
+from bpipe.torch_private.operators import arguments_of
 
 __all__: list[str] = []
 
 RANDOM = torch.Tag.nondeterministic_seeded
-Own = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
 class Randomness:
@@ -25,75 +30,94 @@ class Randomness:
 
     Args:
         device: the stages'.
+        own: generators of the user's.
 
     Attributes:
         is_found: whether random numbers were drawn, once the forward is over.
+        norm: the operation of a norm whose statistics are over all positions, if one was seen.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self.is_found = device, False
+    def __init__(self, device: torch.device, own: Sequence[Source]) -> None:
+        self._own = [Source(torch.get_rng_state, torch.set_rng_state), Source(partial(random_state, device), lambda _: None), *own]
+        self.is_found, self.norm = False, ""
 
     @contextmanager
     def states(self) -> Iterator[None]:
-        """Compare torch's random states before and after, which costs next to nothing."""
-        before = self._torch_states()
+        """Compare the random states of torch, Python, numpy and the user's generators before and after, which costs little."""
+        of_process: list[Source | GlobalNumPy] = [PYTHON, GlobalNumPy()]
+        before, before_of_process = _states(self._own), _states(of_process)
         yield
-        self.is_found |= not all(map(torch.equal, before, self._torch_states()))
+        self.is_found |= not all(map(are_equal, before, _states(self._own)))
+        if not all(map(are_equal, before_of_process, _states(of_process))):
+            self._judge(threads_beside(get_ident()))
 
     @contextmanager
     def closely(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Look at every operation, and at the random states of Python and numpy too, which costs much.
+        """Look at every operation, which costs much.
 
-        Operations find generators of the user's own, and states that are restored. Compiled code would run as it is written under
-        a mode, so that only states are compared there.
+        Operations find generators that nobody else knows, and states that are restored. Compiled code would run as it is written
+        under a mode, so that only states are compared there.
         """
         mode = _Drawing()  # type: ignore[no-untyped-call]
         with ExitStack() as stack:
-            before = self._other_states(modules)
-            if not any(map(_is_compiled, modules)):
+            if not any(map(is_compiled, modules)):
                 stack.enter_context(mode)
             yield
-        self.is_found |= mode.is_found or before != self._other_states(modules)
+        self.is_found, self.norm = self.is_found or mode.is_found, mode.norm
 
-    def _torch_states(self) -> list[torch.Tensor]:
-        return [state for state in (torch.get_rng_state(), random_state(self._device)) if state is not None]
-
-    def _other_states(self, modules: Sequence[nn.Module]) -> list[Any]:
-        own = [value for module in modules for value in vars(module).values() if isinstance(value, Own)]
-        return [random.getstate(), _plain(np.random.get_state()), *map(_state_of, own)]
-
-
-def _plain(state: Any) -> str:
-    return repr([one.tolist() if isinstance(one, np.ndarray) else one for one in state])
-
-
-def _state_of(own: Own) -> Any:
-    if isinstance(own, torch.Generator):
-        return own.get_state().tolist()
-    if isinstance(own, random.Random):
-        return own.getstate()
-    return repr(own.bit_generator.state) if isinstance(own, np.random.Generator) else _plain(own.get_state())
+    def _judge(self, threads: str) -> None:
+        """Judge a draw from Python's or NumPy's own numbers, which may have been another thread's."""
+        if not threads:
+            self.is_found = True
+            return
+        warn_once(
+            "numbers of slices",
+            "Python's or NumPy's random numbers were drawn during a slice's forward or loss, by it or by another thread of this "
+            "process (%s). If the slice draws them itself, train without slices: they draw other ones than the whole sequence. If "
+            "another thread does, as one that loads data, give it a generator of its own",
+            threads,
+        )
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+def _states(sources: Iterable[Source | GlobalNumPy]) -> list[Any]:
+    return [source.get() for source in sources]
 
 
-class _Drawing(TorchDispatchMode):
-    """Notes operations that draw random numbers; attention without dropout is none."""
+def roots_of(functions: Sequence[Any]) -> list[Any]:
+    """Return where a search for the generators of modules and functions begins: at them, their code, and what that refers to."""
+    codes: dict[int, Any] = {}
+    for function in functions:
+        while isinstance(function, partial):
+            function = function.func
+        code = getattr(type(function), "forward", None) if isinstance(function, nn.Module) else function
+        codes.setdefault(id(code), inspect.unwrap(code) if callable(code) else None)
+    own = [getattr(code, "__func__", code) for code in codes.values()]
+    own = [code for code in own if not (getattr(code, "__module__", "") or "").startswith("torch.")]
+    around = [value for code in own for value in getattr(code, "__globals__", {}).values()]
+    inner = [one for value in around if isinstance(value, (dict, list, tuple)) for one in _inside(value)]
+    return [*functions, *own, *{id(one): one for one in (*around, *inner) if source_of(one) is not None}.values()]
 
-    is_found = False
+
+def _inside(value: Any) -> Iterable[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
+
+
+class _Drawing(DispatchMode):
+    """Notes operations that draw random numbers (attention without dropout is none), and those of BatchNorm and InstanceNorm."""
+
+    is_found, norm = False, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if RANDOM in func.tags and not _is_without_dropout(func, args, kwargs or {}):
+        if RANDOM in func.tags and not _is_off("dropout", func, args, kwargs or {}):
             self.is_found = True
+        if "batch_norm" in str(func) and not _is_off("train", func, args, kwargs or {}):
+            self.norm = "batch_norm"
         return func(*args, **(kwargs or {}))
 
 
-def _is_without_dropout(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether an operation has a rate of dropout, and it is 0."""
-    for place, argument in enumerate(func._schema.arguments):
-        if "dropout" in argument.name:
-            rate = kwargs.get(argument.name, args[place] if place < len(args) else argument.default_value)
-            return not rate
+def _is_off(word: str, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation has an argument of this name, such as a rate of dropout, and it is 0 or False."""
+    for place, argument in enumerate(arguments_of(func)):
+        if word in argument.name:
+            return not kwargs.get(argument.name, args[place] if place < len(args) else argument.default_value)
     return False

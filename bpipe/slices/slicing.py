@@ -11,16 +11,16 @@ import torch
 
 from bpipe.errors import ConfigurationError
 from bpipe.model.call import CutBatch
-from bpipe.model.chunks import cannot_join, join
+from bpipe.model.chunks import check_joinable, join
 from bpipe.model.merging import join_values, merge
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.specs import check_specs
-from bpipe.slices.loss_check import Dims, LossCheck
+from bpipe.slices.loss_check import IGNORED, Dims, Kind, LossCheck
 from bpipe.slices.positions import SEQUENCE, Lengths, SliceCutting, UpTo, rule_of
+from bpipe.torch_private.pytrees import tree_leaves
 
 __all__: list[str] = []
 
-IGNORED = -100  # a target that cross_entropy leaves out
 UNKNOWN = 0  # the length of a slice that this rank has nothing of
 
 
@@ -65,17 +65,17 @@ class Slicing:
         self.num_slices = num_slices
         self._lengths_of = rule_of(lengths, num_slices)
         self._specs, self._output_spec = (args_spec, kwargs_spec, target_spec), output_spec
+        self._compared: set[tuple[Kind, Kind]] = set()  # how targets looked in slices whose losses were compared
 
-    def loss_check(self, *, is_mean: bool) -> LossCheck:
+    def loss_check(self, targets: Sequence[Any] | None, *, is_mean: bool) -> LossCheck:
         """Return what compares the losses of slices with those of whole sequences.
 
         Args:
+            targets: of all slices of a step.
             is_mean: whether a microbatch's loss is the mean of its slices' losses, and not their sum.
         """
-        dims = Dims(
-            *(SEQUENCE if spec is None else getattr(spec, "split_dim", None) for spec in (self._output_spec, self._specs[2]))
-        )
-        return LossCheck(self.num_slices, dims, _weights if is_mean else None)
+        dims = Dims(*(_dim_of(spec) for spec in (self._output_spec, self._specs[2])))
+        return LossCheck(self.num_slices, dims, _weights if is_mean else None, targets, self._compared)
 
     def cut(self, given: CutBatch) -> CutBatch:
         """Cut all microbatches of a call, each by its own number of positions.
@@ -178,14 +178,18 @@ def _join(parts: Sequence[Any], spec: Any, *, lengths: Sequence[int] | None) -> 
     shapes = [list(part.shape) for part in parts]
     if any(not -part.ndim <= dim < part.ndim for part in parts):
         raise TypeError(f"slices returned tensors of the shapes {shapes}, which have no dimension {dim} of positions")
-    reason = cannot_join(parts[0], dim)
-    if reason is not None:
-        raise TypeError(reason)
+    check_joinable(parts[0], dim)
     if lengths and [part.shape[dim] for part in parts] != list(lengths):
         raise TypeError(
             f"slices of {list(lengths)} positions returned tensors of the shapes {shapes}, not with these in dimension {dim}"
         )
     return join(parts, dim)
+
+
+def _dim_of(spec: Any) -> int | None:
+    """Return the dimension of positions that a spec says; None if it says several, or none for some values."""
+    dims = {SEQUENCE if one is None and spec is None else getattr(one, "split_dim", None) for one in tree_leaves(spec)}
+    return dims.pop() if len(dims) == 1 else None
 
 
 def _weights(targets: Sequence[Any], lengths: Sequence[int]) -> list[float]:

@@ -14,7 +14,9 @@ from bpipe.engine.microbatch_state import MicrobatchState, MicrobatchStates, Sli
 from bpipe.errors import StageError
 from bpipe.memory.saved.joined import Casts, keeping_pieces
 from bpipe.model.microbatch import tensors_in
-from bpipe.slices.randomness import Randomness
+from bpipe.recomputation.generators import Source
+from bpipe.recomputation.reachable import Reachable
+from bpipe.slices.randomness import Randomness, roots_of
 from bpipe.slices.reentrant import check_checkpoints
 
 __all__: list[str] = []
@@ -62,6 +64,7 @@ class Sequences:
     ) -> None:
         self._microbatches, self._slices, self._device, self._has_backward = microbatches, slices, device, has_backward
         self._num_close = num_close
+        self._generators: dict[tuple[int, ...], Sequence[Source]] = {}  # by the modules that run
 
     def before(self, state: MicrobatchState) -> list[SliceState]:
         """Return what the earlier slices of the same sequence have left, the first one first.
@@ -94,14 +97,16 @@ class Sequences:
             yield stack.enter_context(keeping_pieces(sets_hooks=sets_hooks)) if self._has_backward else {}
 
     @contextmanager
-    def watching(self, name: str, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    def watching(self, name: str, modules: Sequence[torch.nn.Module], functions: Sequence[Any] = ()) -> Iterator[None]:
         """Run the user's code for a slice that a backward depends on, which must not draw random numbers.
 
-        The first sequence of a step with new shapes is looked at closely, because random numbers are drawn from the beginning.
+        The first sequence of a step with new shapes is looked at closely. Later, a generator that no module or function refers to
+        is not seen.
 
         Args:
             name: of the slice.
             modules: that may have generators.
+            functions: likewise.
 
         Raises:
             StageError: it has drawn some: each slice would draw other numbers than the whole sequence.
@@ -109,7 +114,10 @@ class Sequences:
         if not self._has_backward or self._slices == 1:  # which is the whole sequence
             yield
             return
-        found = Randomness(self._device)
+        key = tuple(map(id, modules))
+        if key not in self._generators:
+            self._generators[key] = Reachable(roots_of((*modules, *functions))).sources
+        found = Randomness(self._device, self._generators[key])
         with ExitStack() as stack:
             if self._num_close > 0:
                 self._num_close -= 1
@@ -120,6 +128,11 @@ class Sequences:
             raise StageError(
                 f"{name} drew random numbers in its forward (dropout?), and slices draw other ones than the whole sequence: set "
                 "dropout to 0, or train without slices"
+            )
+        if found.norm:
+            raise StageError(
+                f"{name} ran {found.norm} in its forward (BatchNorm or InstanceNorm?), whose statistics are those of a slice and "
+                "not of the whole sequence: normalise by features, as LayerNorm does, or train without slices"
             )
 
     def take(self, result: object, state: MicrobatchState, casts: Casts) -> tuple[Any, list[torch.Tensor]]:

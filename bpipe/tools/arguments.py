@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from bpipe.api.policy import MOST_PARTS
+from bpipe.api.options import MOST_PARTS
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.estimate.calibrate import calibrated
 from bpipe.estimate.even_slices import even_shares
@@ -34,91 +34,50 @@ def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None
     parser.add_argument(
         "schedule", nargs=num, help=f"{', '.join(names())}, or a file: a plan's text, its CSV, or a trace", metavar="SCHEDULE"
     )
-    parser.add_argument("-p", "--ranks", type=whole, help="ranks of the pipeline")
-    parser.add_argument("-m", "--microbatches", type=whole, help="microbatches of a step")
-    parser.add_argument(
-        "-v", "--stages-per-rank", type=whole, help="stages of each rank (default: 1, or 2 where a schedule takes several)"
-    )
-    parser.add_argument("--stages", type=whole, help="instead of one of these two, the stages of all ranks together")
-    parser.add_argument(
-        "--slices",
-        type=whole,
-        metavar="K",
-        help="slices of each microbatch, for schedules such as seq_1f1b (default: 1)",
-    )
-    parser.add_argument(
-        "--overlapped",
-        action="store_true",
-        default=None,
-        help="let forwards run side by side with backwards: dualpipe_v and interleaved_1f1b",
-    )
-    parser.add_argument(
-        "--skips",
-        type=skips,
-        metavar="S:U,...",
-        help="what stages hand on to later ones than the next: the stage that makes a value and those that use it, 0:3,1:2:3",
-    )
-    parser.add_argument(
-        "--slots",
-        type=slots,
-        help="most microbatches (or slices) of a stage on a rank: one number, or one per rank, with commas ('-': no limit)",
-    )
-    _add_costs(parser)
-    _add_budget(parser)
+    add_each(parser, PIPELINE)
+    costs = parser.add_argument_group("costs", "of a stage and a microbatch: one for all stages, or one for each, with commas")
+    add_each(costs, COSTS)
+    budget = parser.add_argument_group("budget", "in bytes, static memory included: the rest is evicted to ranks with free memory")
+    add_each(budget, BUDGET)
 
 
-def _add_costs(parser: argparse.ArgumentParser) -> None:
-    """Add the options for the numbers of a `Costs`: one for all stages, or one per stage with commas between them."""
-    group = parser.add_argument_group("costs", "of a stage and a microbatch: one for all stages, or one for each, with commas")
-    for name, (_, read, metavar, text) in BY_STAGE.items():
-        group.add_argument(f"--{name}", type=quantity(read), metavar=metavar, help=text)
-    for name, read, metavar, text in (
-        ("bandwidth", bytes_per_second_of, "RATE", "of a link in one direction, such as 25GB/s (default: no limit)"),
-        ("cross-bandwidth", bytes_per_second_of, "RATE", "of a link between nodes (default: the same)"),
-        ("host-bandwidth", bytes_per_second_of, "RATE", "between a rank and its host (default: the same)"),
-        ("latency", seconds_of, "TIME", "of a link, such as 5us"),
-    ):
-        group.add_argument(f"--{name}", type=single(read), metavar=metavar, help=text)
-    group.add_argument(
-        "--attention-share",
-        type=share,
-        metavar="X",
-        help="of a forward, such as 40%%; its backward has no weights",
-    )
-    group.add_argument("--model", help="take attention's share from a model of this name, such as llama2-70b")
-    group.add_argument("--sequence", type=whole, metavar="N", help="tokens of its sequences (default: the model's)")
-    group.add_argument("--per-rank", action="store_true", help="costs are of a whole rank: each of its V stages has 1/V of them")
-    group.add_argument("--ranks-per-node", type=whole, metavar="N", help="ranks on a node; stages x and p-1-x share one")
-    group.add_argument("--slowdown", type=float, metavar="X", help="a running transfer slows computations down by this factor")
-    group.add_argument("--overlapped-share", type=share, metavar="X", help="what a pair of --overlapped gains, such as 30%%")
-    group.add_argument("--measured", type=Path, metavar="TRACE", help="take times and bytes from a trace instead")
-    group.add_argument("--step", type=int, metavar="N", help="the trace's step to use (default: the step of median length)")
+def add_each(parser: argparse._ActionsContainer, options: Iterable[tuple[Any, ...]]) -> None:
+    """Add options, which are None where they are not given.
+
+    Args:
+        parser: or a group of it.
+        options: of each its names, what reads its text, the help and, if it is not the name, what the value is called. In place of
+            a reader stand the values to choose from, or None for an option without a value.
+    """
+    for flags, read, text, *metavar in options:
+        how: dict[str, Any] = {"action": "store_true", "default": None}
+        if callable(read):
+            how = {"type": single(read), "metavar": metavar[0] if metavar else None}
+        elif read is not None:
+            how = {"choices": read}
+        parser.add_argument(*flags.split(), help=text, **how)
 
 
-BY_STAGE: dict[str, tuple[str, Callable[[str], float], str, str]] = {
-    "forward": ("forward_s", seconds_of, "TIME", "a forward, such as 20ms (default: 1)"),
-    "backward": ("backward_s", seconds_of, "TIME", "a backward (default: two forwards)"),
-    "input": ("input_s", seconds_of, "TIME", "of a backward in halves, the input's gradient (default: half a backward)"),
-    "saved": ("saved_bytes", bytes_of, "BYTES", "what a microbatch saves, such as 1.5GiB"),
-    "movable": ("movable_bytes", bytes_of, "BYTES", "of these, what an eviction moves (default: all)"),
-    "output": ("output_bytes", bytes_of, "BYTES", "what goes from one stage to the next"),
-    "static": ("static_bytes", bytes_of, "BYTES", "what stays throughout: parameters, optimizer"),
-}
+def each(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a reader of one or several values of a quantity."""
+    return lambda text: one_or_each(text, read)
 
 
-def _add_budget(parser: argparse.ArgumentParser) -> None:
-    """Add the options for a budget in bytes, and for how it is kept."""
-    group = parser.add_argument_group("budget", "in bytes, static memory included: the rest is evicted to ranks with free memory")
-    group.add_argument(
-        "--budget", type=budget, metavar="BYTES", help="one number, one per rank, with commas ('-': no limit), or 'lowest'"
-    )
-    group.add_argument("--parts", type=parts, metavar="N", help="parts of a microbatch that can move separately (default: 1)")
-    group.add_argument("--inside", action="store_true", help="parts also move inside forwards and backwards")
-    group.add_argument("--host", choices=("no", "last", "only"), help="whether a rank may offload to its own host's memory")
+def single(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return an argparse type for a quantity: the same reader, with the kind of error that argparse expects."""
+
+    def read_quantity(text: str) -> Any:
+        try:
+            return read(text)
+        except ConfigurationError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    read_quantity.__name__ = read.__name__  # which argparse names where a number is none
+    return read_quantity
 
 
 def budget(text: str) -> Budget:
-    budgets = text if text == LOWEST else quantity(or_none(bytes_of))(text)
+    budgets = text if text == LOWEST else one_or_each(text, or_none(bytes_of))
     if budgets is None:
         raise argparse.ArgumentTypeError("'-' for all ranks is not a budget: leave it out")
     return budgets
@@ -166,21 +125,55 @@ def or_none(read: Callable[[str], int]) -> Callable[[str], int | None]:
     return lambda part: None if part == "-" else read(part)
 
 
-def quantity(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return an argparse type for one or several values of a quantity."""
-    return single(lambda text: one_or_each(text, read))
-
-
-def single(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return an argparse type for a quantity: the same reader, with the kind of error that argparse expects."""
-
-    def read_quantity(text: str) -> Any:
-        try:
-            return read(text)
-        except ConfigurationError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return read_quantity
+PIPELINE = (
+    ("-p --ranks", whole, "ranks of the pipeline"),
+    ("-m --microbatches", whole, "microbatches of a step"),
+    ("-v --stages-per-rank", whole, "stages of each rank (default: 1, or 2 where a schedule takes several)"),
+    ("--stages", whole, "instead of one of these two, the stages of all ranks together"),
+    ("--slices", whole, "slices of each microbatch, for schedules such as seq_1f1b (default: 1)", "K"),
+    ("--overlapped", None, "let forwards run side by side with backwards: dualpipe_v and interleaved_1f1b"),
+    (
+        "--skips",
+        skips,
+        "what stages hand on to later ones than the next: the stage that makes a value and those that use it, 0:3,1:2:3",
+        "S:U,...",
+    ),
+    (
+        "--slots",
+        slots,
+        "most microbatches (or slices) of a stage on a rank: one number, or one per rank, with commas ('-': no limit)",
+    ),
+)
+BY_STAGE: dict[str, tuple[str, Callable[[str], float], str, str]] = {
+    "forward": ("forward_s", seconds_of, "a forward, such as 20ms (default: 1)", "TIME"),
+    "backward": ("backward_s", seconds_of, "a backward (default: two forwards)", "TIME"),
+    "input": ("input_s", seconds_of, "of a backward in halves, the input's gradient (default: half a backward)", "TIME"),
+    "saved": ("saved_bytes", bytes_of, "what a microbatch saves, such as 1.5GiB", "BYTES"),
+    "movable": ("movable_bytes", bytes_of, "of these, what an eviction moves (default: all)", "BYTES"),
+    "output": ("output_bytes", bytes_of, "what goes from one stage to the next", "BYTES"),
+    "static": ("static_bytes", bytes_of, "what stays throughout: parameters, optimizer", "BYTES"),
+}
+COSTS = (
+    *((f"--{name}", each(read), *told) for name, (_, read, *told) in BY_STAGE.items()),
+    ("--bandwidth", bytes_per_second_of, "of a link in one direction, such as 25GB/s (default: no limit)", "RATE"),
+    ("--cross-bandwidth", bytes_per_second_of, "of a link between nodes (default: the same)", "RATE"),
+    ("--host-bandwidth", bytes_per_second_of, "between a rank and its host (default: the same)", "RATE"),
+    ("--latency", seconds_of, "of a link, such as 5us", "TIME"),
+    ("--attention-share", share, "of a forward, such as 40%%; its backward has no weights", "X"),
+    ("--model", str, "take attention's share from a model of this name, such as llama2-70b"),
+    ("--sequence", whole, "tokens of its sequences (default: the model's)", "N"),
+    ("--per-rank", None, "costs are of a whole rank: each of its V stages has 1/V of them"),
+    ("--ranks-per-node", whole, "ranks on a node; stages x and p-1-x share one", "N"),
+    ("--slowdown", float, "a running transfer slows computations down by this factor", "X"),
+    ("--overlapped-share", share, "what a pair of --overlapped gains, such as 30%%", "X"),
+    ("--measured", Path, "take times and bytes from a trace instead", "TRACE"),
+    ("--step", int, "the trace's step to use (default: the step of median length)", "N"),
+)
+BUDGET = (
+    ("--budget", budget, "one number, one per rank, with commas ('-': no limit), or 'lowest'", "BYTES"),
+    ("--parts", parts, "parts of a microbatch that can move separately (default: 1)", "N"),
+    ("--host", ("no", "last", "only"), "whether a rank may offload to its own host's memory"),
+)
 
 
 def is_file(schedule: str) -> bool:
@@ -191,7 +184,7 @@ def is_file(schedule: str) -> bool:
 def plan_of(schedule: str, args: argparse.Namespace) -> Plan:
     """Return the plan that the arguments name, verified."""
     if is_file(schedule):
-        given = [f"--{name.replace('_', '-')}" for name in SIZES if getattr(args, name) is not None]
+        given = given_of(args, PIPELINE)
         if isinstance(args.schedule, str) and given:
             raise ConfigurationError(f"{schedule} is a file and says its own sizes: leave {', '.join(given)} out")
         return verified(Path(schedule))
@@ -204,10 +197,6 @@ def plan_of(schedule: str, args: argparse.Namespace) -> Plan:
         counts = num_stages, args.microbatches
         sizes: dict[str, Any] = {"num_ranks": num_ranks, "slots": args.slots, "slices": slices, "skips": args.skips or ()}
         return build(schedule, *counts, **sizes, overlapped=pairs_of(rule, args))
-
-
-CONTEXT = ("attention_share", "model", "sequence")
-SIZES = ("ranks", "stages", "stages_per_rank", "microbatches", "slices", "skips", "slots", "overlapped")
 
 
 def pairs_of(rule: Rule, args: argparse.Namespace) -> bool:
@@ -291,18 +280,15 @@ def timeline_of(schedule: str, args: argparse.Namespace) -> Timeline:
 
 def within_budget(plan: Plan, costs: Costs, args: argparse.Namespace) -> Plan:
     """Balance a plan as --budget says; without it, return the plan itself."""
-    given = [f"--{name}" for name in ("parts", "inside", "host") if getattr(args, name)]
+    given = [f"--{name}" for name in ("parts", "host") if getattr(args, name)]
     if args.budget is None:
         if given:
             raise ConfigurationError(f"{', '.join(given)}: say the --budget too, in bytes or 'lowest'")
         return plan
     if args.slots is not None:
         raise ConfigurationError("--slots and --budget: one counts microbatches and the other bytes, leave one out")
-    if args.inside and (args.parts or 1) == 1:
-        raise ConfigurationError("--inside: parts move inside forwards and backwards, so give --parts of at least 2")
     with sign_of_life(f"Balancing {plan.name}"):
-        how = {"num_parts": args.parts or 1, "is_inside": args.inside, "host": args.host or "no"}
-        return balanced(plan, costs, args.budget, **how)
+        return balanced(plan, costs, args.budget, num_parts=args.parts or 1, host=args.host or "no")
 
 
 def chosen_step(timelines: list[Timeline], step: int | None) -> Timeline:
@@ -315,12 +301,10 @@ def chosen_step(timelines: list[Timeline], step: int | None) -> Timeline:
     raise ConfigurationError(f"the trace has no step {step}; it has {', '.join(str(t.step) for t in timelines)}")
 
 
-def costs_given(args: argparse.Namespace) -> list[str]:
-    """Return the options for costs that were given."""
-    others = ["bandwidth", "cross_bandwidth", "host_bandwidth", "latency", "ranks_per_node", "slowdown", "overlapped_share"]
-    others += ["measured", "step", *CONTEXT]
-    given = [name for name in (*BY_STAGE, *others) if getattr(args, name) is not None] + ["per_rank"] * args.per_rank
-    return [f"--{name.replace('_', '-')}" for name in given]
+def given_of(args: argparse.Namespace, options: Iterable[tuple[Any, ...]]) -> list[str]:
+    """Return which options of a table were given."""
+    flags = [option[0].split()[-1] for option in options]
+    return [flag for flag in flags if getattr(args, flag[2:].replace("-", "_")) is not None]
 
 
 def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
@@ -341,7 +325,7 @@ def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
         given = with_attention(given, attention)
         return Costs(**(shared_out(given, plan) if args.per_rank else given), **links, nodes=nodes).of_slices(plan, lengths=lengths)
     if given or args.per_rank or attention is not None:
-        found = ", ".join([*given, *["--per-rank"] * args.per_rank, *["attention's share"] * (attention is not None)])
+        found = ", ".join([*given, *["--per-rank"] * bool(args.per_rank), *["attention's share"] * (attention is not None)])
         raise ConfigurationError(f"--measured gives the times and bytes of stages: leave {found} out")
     steps = read_trace(args.measured)
     costs = calibrated(steps if args.step is None else [chosen_step(steps, args.step)], plan, nodes=nodes)

@@ -16,7 +16,7 @@ LOWEST = "lowest"
 Budget = int | Sequence[int | None] | str
 
 
-def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, is_inside: bool = False, host: Host = "no") -> Plan:
+def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, host: Host = "no") -> Plan:
     """Balance the computations of a plan within a budget of bytes, and prove the result."""
     costs.check(plan)
     sizes = sizes_of(plan, costs, num_parts)
@@ -24,7 +24,7 @@ def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, is
         raise ConfigurationError("--budget is in bytes: say what a microbatch saves, such as --saved 1.5GiB")
     budgets = None if isinstance(budget, str) else budget
     to = Destinations(nodes=costs.nodes, host=host)
-    return finish(by_bytes(plan, sizes, budgets, is_inside=is_inside, to=to, costs=costs))
+    return finish(by_bytes(plan, sizes, budgets, to=to, costs=costs))
 
 
 def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:

@@ -37,6 +37,7 @@ from bpipe.plan.whereabouts import whereabouts
 from bpipe.simulator.timeline import Timeline
 from bpipe.tools.chrome_read import DEVICE, FILL_JOB, FORMAT
 from bpipe.tools.measured import Measured, computed
+from bpipe.whole_file import write_whole
 
 __all__ = ["save_trace"]
 
@@ -103,8 +104,7 @@ def save_trace(timelines: Timeline | Sequence[Timeline], path: str | os.PathLike
         True
     """
     steps = [timelines] if isinstance(timelines, Timeline) else list(timelines)
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(lines(steps, Origin()))
+    write_whole(path, lines(steps, Origin()))
 
 
 def lines(timelines: Sequence[Timeline], origin: Origin) -> Iterator[str]:

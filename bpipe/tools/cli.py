@@ -30,7 +30,6 @@ COMMANDS = {
     "search": "find the fastest plan within a budget, or make an order to measure",
     "advise": "say whether balancing will help a model on a machine",
     "env": "show what bpipe finds on this machine",
-    "gpu": "run on this machine's GPUs what takes one, and write a page of verdicts",
 }
 HELP = """usage: bpipe COMMAND ...
 

@@ -9,6 +9,7 @@ from bpipe.errors import ConfigurationError
 from bpipe.extras import how_to_install
 from bpipe.schedules import Timeline
 from bpipe.tools.scene import Scene, compose
+from bpipe.whole_file import write_whole
 
 __all__ = ["draw"]
 
@@ -52,7 +53,7 @@ def draw(
     scene = compose([timeline] if other is None else [timeline, other], title=title, window=window)
     data = _page(scene) if suffix == ".html" else _picture(scene, suffix)
     try:
-        target.write_bytes(data)
+        write_whole(target, data)
     except OSError as error:
         raise ConfigurationError(f"cannot write the picture to {str(path)!r}: {error.strerror or error}") from error
 

@@ -63,7 +63,7 @@ class Measured(Timeline):
 
 
 def computed(plan: Plan, rank: int) -> list[Action]:
-    """Return the computations of a rank in order, with those in pieces piece by piece."""
+    """Return the computations of a rank in order."""
     return [action for action in plan.actions[rank] if action.op in COMPUTE]
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import NamedTuple
 
 from bpipe.plan.action import COMPUTE, unit_text
-from bpipe.schedules import Op, Span
-from bpipe.tools.scene import Panel, Row, Scene, time_unit
+from bpipe.schedules import Span
+from bpipe.tools.scene import Panel, Row, Scene, Strip, time_unit
 
 __all__: list[str] = []
 
@@ -22,8 +21,6 @@ WIDTHS, WIDTH_EACH = (10.4, 22.4), 0.19  # of the picture, and of a short comput
 LEFT, RIGHT, ABOVE, BELOW = 1.45, 0.2, 0.05, 0.5
 TITLE, HEAD, PANEL_GAP = 0.4, 0.4, 0.25
 COMPUTATION, MOVES, SENDS, MEMORY, ROW_GAP = 0.3, 0.2, 0.08, 0.4, 0.16
-FILL_SHARE = 0.6  # of a computation's height
-ROUNDING = 1e-6  # share of a computation by which the next one may seem to begin before its end
 TALLEST_ROWS, TALLEST = 11.0, 190.0  # beyond the first, rows shrink to half at most; beyond the second, without limit
 
 
@@ -36,50 +33,10 @@ class Band(NamedTuple):
     memory: float
     bottom: float
 
-
-class Strip(NamedTuple):
-    """Boxes of one kind side by side: "compute", "wait", "fill", "move" or "send"."""
-
-    kind: str
-    top: float
-    bottom: float
-    spans: tuple[Span, ...]
-
-
-def strips(row: Row, band: Band) -> Iterator[Strip]:
-    """Yield a row's boxes and where they are, the lowest layer first: a computation in pieces may have waits between them.
-
-    A wait for a transfer is drawn thicker than one for another rank's result.
-    """
-    height = band.moves - band.top
-    for (begin, end), spans in side_by_side(row.computations).items():
-        if spans:
-            yield Strip("compute", band.top + height * begin, band.top + height * end, spans)
-    for share, is_for_move in ((0.14, False), (0.34, True)):
-        inset = (band.moves - band.top) * (1 - share) / 2
-        waits = tuple(span for span in row.waits if (span.action.op in (Op.WAIT_EVICT, Op.WAIT_LOAD)) == is_for_move)
-        yield Strip("wait", band.top + inset, band.moves - inset, waits)
-    inset = (band.moves - band.top) * (1 - FILL_SHARE) / 2
-    yield Strip("fill", band.top + inset, band.moves - inset, row.fills)
-    step = (band.sends - band.moves) / max(2, len(row.moves))
-    for index, track in enumerate(row.moves, start=len(row.moves) == 1 and not row.num_out):
-        yield Strip("move", band.moves + step * (index + 0.15), band.moves + step * (index + 1), track)
-    third = (band.memory - band.sends) / 3
-    for index, op in enumerate((Op.SEND_F, Op.SEND_B), start=1):
-        sends = tuple(span for span in row.sends if span.action.op is op)
-        yield Strip("send", band.sends + third * index, band.sends + third * (index + 1), sends)
-
-
-def side_by_side(computations: Sequence[Span]) -> dict[tuple[float, float], tuple[Span, ...]]:
-    """Return computations by the share of a row's height that they take: all of it, or half of it where two overlap in time."""
-    found: dict[tuple[float, float], list[Span]] = {(0.0, 1.0): [], (0.0, 0.5): [], (0.5, 1.0): []}
-    share = (0.0, 1.0)
-    for span, following in zip_longest(computations, computations[1:]):
-        is_second = share == (0.0, 0.5)
-        is_first = not is_second and following is not None and following.begin_s < span.end_s - ROUNDING * span.seconds
-        share = (0.5, 1.0) if is_second else (0.0, 0.5) if is_first else (0.0, 1.0)
-        found[share].append(span)
-    return {share: tuple(spans) for share, spans in found.items()}
+    def place(self, strip: Strip) -> tuple[float, float]:
+        """Return where a strip begins and ends."""
+        top, height = self[strip.part], self[strip.part + 1] - self[strip.part]
+        return top + height * strip.top, top + height * strip.bottom
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +51,7 @@ class Paper:
     @classmethod
     def of(cls, scene: Scene) -> Paper:
         """Make it wide enough to read the microbatches and high enough for all ranks, within what a page takes."""
-        spans = (span for panel in scene.panels for row in panel.rows for span in row.computations)
+        spans = (span for panel in scene.panels for row in panel.rows for span in row.spans("compute"))
         seconds = sorted(span.seconds for span in spans if span.seconds > 0)
         short_s = seconds[len(seconds) // 4] if seconds else scene.end_s - scene.begin_s
         width = min(max(WIDTH_EACH * (scene.end_s - scene.begin_s) / short_s, WIDTHS[0]), WIDTHS[1])
@@ -159,21 +116,14 @@ class Paper:
 
 
 def band_at(panel: Panel, top: float, shrink: float = 1.0) -> Band:
-    """Return the positions of the parts of a row that begins at `top`."""
+    """Return the positions of the parts of a row that begins at `top`: moves and sends take height where a panel has them."""
+    parts = {strip.part for row in panel.rows for strip in row.strips}
     moves = top + COMPUTATION * shrink
-    sends = moves + _moves_height(panel) * shrink
-    memory = sends + _sends_height(panel) * shrink
+    sends = moves + MOVES * shrink * (1 in parts)
+    memory = sends + SENDS * shrink * (2 in parts)
     return Band(top, moves, sends, memory + 0.04 * shrink, memory + MEMORY * shrink)
 
 
 def row_height(panel: Panel) -> float:
     """Return the natural height of a row, including the gap below it."""
-    return COMPUTATION + _moves_height(panel) + _sends_height(panel) + MEMORY + ROW_GAP
-
-
-def _moves_height(panel: Panel) -> float:
-    return MOVES * any(row.moves for row in panel.rows)
-
-
-def _sends_height(panel: Panel) -> float:
-    return SENDS * any(row.sends for row in panel.rows)
+    return band_at(panel, 0.0).bottom + ROW_GAP

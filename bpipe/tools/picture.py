@@ -5,9 +5,10 @@ One pair of axes holds all panels. Its y axis counts inches downwards, so that h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -19,26 +20,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from bpipe.plan.amounts import show_bytes
-from bpipe.schedules import Op, Span
+from bpipe.schedules import Op
 from bpipe.simulator.timeline import Holding
-from bpipe.tools.colours import (
-    COLOURS,
-    HOST_EVICT,
-    HOST_LOAD,
-    LAYERS,
-    MEMORY_EDGE,
-    NAMES,
-    WAIT_NAMES,
-    WAITING,
-    Role,
-    ink,
-    role,
-    shade,
-    wait_colour,
-)
-from bpipe.tools.paper import ABOVE, BELOW, LEFT, POINTS, RIGHT, TITLE, Band, Paper, Strip, strips
-from bpipe.tools.scene import SENT, Row, Scene, amount_text, time_unit, without_dips
+from bpipe.tools.colours import COLOURS, HOST_EVICT, HOST_LOAD, LAYERS, MEMORY_EDGE, WAITING, Role, ink
+from bpipe.tools.paper import ABOVE, BELOW, LEFT, POINTS, RIGHT, TITLE, Band, Paper
+from bpipe.tools.scene import Entry, Row, Scene, time_unit, without_dips
 
 __all__: list[str] = []
 
@@ -47,7 +33,6 @@ MAX_LABELS = 6_000  # a text takes matplotlib about a millisecond
 
 # Inches
 LEGEND_LINE, LEGEND_ENTRY = 0.22, 1.65
-LABELLED = ("compute", "move")
 HALO = [withStroke(linewidth=1.6, foreground="white")]  # makes a number readable on hatching
 LEAST = {"move": 0.04, "send": 0.012}  # transfers in next to no time are still seen
 LEAST_DIP = 0.01  # memory that is given back and taken again within this distance is not seen
@@ -55,6 +40,8 @@ LEAST_DIP = 0.01  # memory that is given back and taken again within this distan
 OUT, IN = "/////", "\\\\\\\\\\"
 HATCHES: dict[Role, str] = {Op.EVICT: OUT, HOST_EVICT: OUT, Op.ACCEPT: OUT, Op.LOAD: IN, HOST_LOAD: IN, Op.RETURN: IN}
 DARK, GREY, FAINT, OUTLINE = "#222222", "#777777", "#eeeeee", "#404040"
+EDGES = {"compute": "white", "fill": "white", "move": OUTLINE}
+LAYER_OF = {"wait": 2, "fill": 3}  # of boxes, on those in the first
 BUDGET: dict[str, Any] = {"color": "#000000", "linewidth": 0.9, "linestyle": (0, (4, 2))}
 
 # Any: matplotlib 3.11 types each key, earlier ones take a plain dictionary.
@@ -82,21 +69,12 @@ def render(scene: Scene, form: str) -> bytes:
     return file.getvalue()
 
 
-class _Look(NamedTuple):
-    """The fill, outline and hatching that some boxes share."""
-
-    colour: str
-    edge: str = "none"
-    hatch: str | None = None
-    zorder: int = 1
-
-
 class _Sheet:
     """The figure of a scene while it is being drawn."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.paper, self.labels_left = scene, Paper.of(scene), MAX_LABELS
-        handles = _legend(scene)
+        handles = [_handle(entry, scene) for entry in scene.legend()]
         width = LEFT + self.paper.width + RIGHT
         least = -(-len(handles) // int((self.paper.width + LEFT) / LEGEND_ENTRY / self.paper.scale))
         lines = _legend_lines(handles, self.paper.scale, least, width)
@@ -146,26 +124,20 @@ class _Sheet:
 
     def _draw_boxes(self, rows: tuple[Row, ...], bands: list[Band]) -> None:
         """Draw all boxes that look alike at once: thousands of them take no longer than a few."""
-        boxes: dict[_Look, list[Polygon]] = {}
+        boxes: dict[tuple[str, str, str | None], list[Polygon]] = defaultdict(list)
         for row, band in zip(rows, bands):
-            for look, polygon in self._boxes(row, band):
-                boxes.setdefault(look, []).append(polygon)
+            for strip in row.strips:
+                top, bottom = band.place(strip)
+                least_s = LEAST.get(strip.kind, 0.0) * self.paper.seconds_an_inch
+                for span in strip.spans:
+                    left, right = self.paper.x(span.begin_s), self.paper.x(max(span.end_s, span.begin_s + least_s))
+                    box = [(left, top), (right, top), (right, bottom), (left, bottom)]
+                    boxes[strip.kind, row.colour(span), HATCHES.get(row.role(span))].append(box)
         edge = min(0.7, 0.1 * POINTS * self.paper.inches(self.paper.short_s))  # thinner where boxes are narrow
-        for look, polygons in boxes.items():
-            style: dict[str, Any] = {"edgecolors": look.edge, "linewidths": edge * (look.edge != "none"), "hatch": look.hatch}
-            style["zorder"] = look.zorder
-            self.axes.add_collection(PolyCollection(polygons, facecolors=look.colour, **style), autolim=False)
-
-    def _boxes(self, row: Row, band: Band) -> Iterator[tuple[_Look, Polygon]]:
-        """Yield how each box of a row looks and where it is."""
-        for strip in strips(row, band):
-            least = LEAST.get(strip.kind, 0.0) * self.paper.seconds_an_inch
-            for span in strip.spans:
-                yield _look(strip.kind, span, row), self._box(span, strip, least)
-
-    def _box(self, span: Span, strip: Strip, least_s: float) -> Polygon:
-        left, right = self.paper.x(span.begin_s), self.paper.x(max(span.end_s, span.begin_s + least_s))
-        return [(left, strip.top), (right, strip.top), (right, strip.bottom), (left, strip.bottom)]
+        for (kind, colour, hatch), polygons in boxes.items():
+            style: dict[str, Any] = {"facecolors": colour, "hatch": hatch, "zorder": LAYER_OF.get(kind, 1)}
+            style |= {"edgecolors": EDGES.get(kind, "none"), "linewidths": edge * (kind in EDGES)}
+            self.axes.add_collection(PolyCollection(polygons, **style), autolim=False)
 
     def _draw_memory(self, row: Row, band: Band) -> None:
         """Draw all that a rank's device holds, in steps: what stays, activations on it, messages on top; and the budget's line."""
@@ -201,9 +173,7 @@ class _Sheet:
         if len(row.stages) > 1:
             y = (band.moves + band.memory) / 2 if band.memory - band.moves > 0.1 * self.paper.shrink else band.moves
             self._write(-0.08, y, row.places, ha="right", fontsize=font - 1.5)
-        peaks = ["holds " * (self.scene.slots_each == 1) + amount_text(row.peak, "slots", self.scene.slots_each)]
-        if self.scene.unit == "bytes":
-            peaks = [f"{name} {show_bytes(peak)}" for name, peak in (("device", row.device_peak), ("activations", row.peak))]
+        peaks = self.scene.peaks(row)
         step = (band.bottom - band.memory) / len(peaks)
         for line, peak in enumerate(peaks):
             self._write(-0.08, band.memory + step * (line + 0.5), peak, ha="right", fontsize=font - 1)
@@ -212,45 +182,24 @@ class _Sheet:
         """Write the microbatches into the boxes that are wide enough."""
         if self.paper.font < 4:
             return
-        for strip in (strip for strip in strips(row, band) if strip.kind in LABELLED):
+        for strip in (strip for strip in row.strips if strip.kind in ("compute", "move")):
+            top, bottom = band.place(strip)
             style: dict[str, Any] = {"ha": "center", "va": "center_baseline"}
-            style["fontsize"] = self.paper.font * min(1.0, 1.5 * (strip.bottom - strip.top) / (band.moves - band.top))
+            style["fontsize"] = self.paper.font * min(1.0, 1.5 * (bottom - top) / (band.moves - band.top))
             if strip.kind == "move":
-                size = min(self.paper.font, 0.9 * (strip.bottom - strip.top) * POINTS)
-                style |= {"va": "center", "path_effects": HALO, "fontsize": size}
+                style |= {"va": "center", "path_effects": HALO, "fontsize": min(self.paper.font, 0.9 * (bottom - top) * POINTS)}
             for span in strip.spans:
                 text = self.paper.label(span, row)
                 if text and self.labels_left > 0:
                     self.labels_left -= 1
-                    x, y = self.paper.x(sum(self.paper.seen(span)) / 2), (strip.top + strip.bottom) / 2
-                    colour = ink(_fill(span, row)) if strip.kind == "compute" else DARK
-                    self.axes.text(x, y, text, color=colour, **style)
-
-
-def _look(kind: str, span: Span, row: Row) -> _Look:
-    """Return how a box of a strip looks."""
-    if kind == "compute":
-        return _Look(_fill(span, row), "white")
-    if kind == "wait":
-        return _Look(wait_colour(role(span.action)), zorder=2)
-    if kind == "fill":
-        return _Look(COLOURS[Op.FILL], "white", zorder=3)
-    return _move_look(role(span.action)) if kind == "move" else _Look(COLOURS[role(span.action, row.is_measured)])
-
-
-def _fill(span: Span, row: Row) -> str:
-    return shade(span.action.op, row.stages.index(span.action.stage), len(row.stages))
-
-
-def _move_look(role: Role) -> _Look:
-    return _Look(COLOURS[role], OUTLINE, HATCHES[role])
+                    colour = DARK if strip.kind == "move" else ink(row.colour(span))
+                    x = self.paper.x(sum(self.paper.seen(span)) / 2)
+                    self.axes.text(x, (top + bottom) / 2, text, color=colour, **style)
 
 
 def _add_legend(figure: Figure, handles: list[Patch | Line2D], scale: float, lines: int) -> Legend:
     columns = -(-len(handles) // lines)
-    return figure.legend(
-        handles=handles, ncols=columns, loc="lower center", frameon=False, fontsize=8 * scale, columnspacing=1.6
-    )
+    return figure.legend(handles=handles, ncols=columns, loc="lower center", frameon=False, fontsize=8 * scale, columnspacing=1.6)
 
 
 def _legend_lines(handles: list[Patch | Line2D], scale: float, least: int, width: float) -> int:
@@ -263,26 +212,18 @@ def _legend_lines(handles: list[Patch | Line2D], scale: float, least: int, width
     return len(handles)
 
 
-def _legend(scene: Scene) -> list[Patch | Line2D]:
-    """Return a legend entry for each thing that can be seen in the picture."""
-    rows = [row for panel in scene.panels for row in panel.rows]
-    each = ((row, spans) for row in rows for spans in (row.computations, row.waits, row.fills, row.sends, *row.moves))
-    seen = {role(span.action, row.is_measured) for row, spans in each for span in spans}
-    several = ", lighter on a rank's later stages" if any(len(row.stages) > 1 for row in rows) else ""
-    if any(row.slices > 1 for row in rows):
-        several += ", 1/2: of slice 2 of microbatch 1"
-    handles: list[Patch | Line2D] = []
-    for op, name in NAMES.items():
-        if op in seen and op.partition("@")[0] in SENT:
-            handles.append(Line2D([], [], color=COLOURS[op], linewidth=2, label=name))
-        elif op in seen:
-            look = _move_look(op) if op in HATCHES else _Look(COLOURS[op])
-            style: dict[str, Any] = {"facecolor": look.colour, "edgecolor": look.edge, "linewidth": 0.5, "hatch": look.hatch}
-            handles.append(Patch(label=name + several * (op is Op.F), **style))
-    waits = {wait_colour(op): name for op, name in WAIT_NAMES.items() if op in seen}
-    for colour, name in waits.items():
-        handles.append(Line2D([], [], color=colour, linewidth=3 if colour == WAITING else 5, label=name))
-    handles += [Patch(facecolor=LAYERS[layer], edgecolor=MEMORY_EDGE, label=name) for layer, name in scene.layers().items()]
-    if scene.budget:
-        handles.append(Line2D([], [], label=scene.budget, **BUDGET))
-    return handles
+def _handle(entry: Entry, scene: Scene) -> Patch | Line2D:
+    """Return an entry of the legend as matplotlib takes it; what it says of all computations stands beside the name of forwards."""
+    name, colour, hatch = entry.name, COLOURS.get(entry.role), HATCHES.get(entry.role)
+    if entry.kind == "budget":
+        return Line2D([], [], label=name, **BUDGET)
+    if entry.kind == "memory":
+        return Patch(facecolor=LAYERS[entry.role], edgecolor=MEMORY_EDGE, label=name)
+    if entry.kind in ("send", "wait"):
+        width = 2 if entry.kind == "send" else 3 if colour == WAITING else 5
+        return Line2D([], [], color=colour, linewidth=width, label=name)
+    if entry.role is Op.F:
+        rows = [row for panel in scene.panels for row in panel.rows]
+        name += ", lighter on a rank's later stages" * any(len(row.stages) > 1 for row in rows)
+        name += ", 1/2: of slice 2 of microbatch 1" * any(row.slices > 1 for row in rows)
+    return Patch(facecolor=colour, edgecolor=OUTLINE if hatch else "none", linewidth=0.5, hatch=hatch, label=name)

@@ -1,4 +1,4 @@
-"""Turn timelines into the contents of a picture, for any backend: rows of boxes in time, and steps of memory.
+"""Turn timelines into the contents of a picture, for any backend: rows of boxes in time, steps of memory, and a legend.
 
 A scene has a panel for each timeline, one under the other on one time axis, and a panel has a row for each rank. A box is the
 timeline's own `Span`.
@@ -10,27 +10,42 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from math import isfinite, lcm
+from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
+from bpipe.plan.action import COMPUTE, HOST
 from bpipe.plan.amounts import show_bytes
 from bpipe.plan.grid import plan_title
 from bpipe.plan.meter import occupancy
-from bpipe.schedules import Lane, Op, Plan, Span, Timeline
+from bpipe.schedules import Op, Span, Timeline
 from bpipe.simulator.timeline import Holding
+from bpipe.tools.colours import NAMES, Role, shade
 from bpipe.tools.quantities import show_seconds
 
 __all__: list[str] = []
 
 MAX_BOXES = 200_000
 MAX_TRACKS = 4
+FILL_SHARE = 0.6  # of a computation's height
+ROUNDING = 1e-6  # share of a computation by which the next one may seem to begin before its end
 
 OUT = frozenset({Op.EVICT, Op.RETURN})  # saved bytes that leave a rank, its own or a remote activation's
 IN = frozenset({Op.ACCEPT, Op.LOAD})
-SENT = frozenset({Op.SEND_F, Op.SEND_B})
+SENT = (Op.SEND_F, Op.SEND_B)
 
 Window = tuple[float, float]
+
+
+class Strip(NamedTuple):
+    """Boxes of one kind side by side, and which share of a part of the row's height they take."""
+
+    kind: str  # "compute", "wait", "fill", "move" or "send"
+    part: int  # 0: with the computations, 1: moves, 2: sends
+    top: float
+    bottom: float
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +55,7 @@ class Row:
     rank: int  # its number
     stages: tuple[int, ...]  # the stages it holds
     slices: int  # of each microbatch; if there are several, boxes are of slices
-    computations: tuple[Span, ...]  # F, B, I and W, one after the other; those in pieces as one, from the first to the last
-    waits: tuple[Span, ...]  # when its compute lane waited, between pieces too
-    fills: tuple[Span, ...]  # pieces of a fill job meanwhile
-    # evictions, loads and their other ends, in tracks without overlaps: those that leave, then those that arrive
-    moves: tuple[tuple[Span, ...], ...]
-    num_out: int  # how many of the tracks are of those that leave
-    sends: tuple[Span, ...]  # what it sends along the pipeline, as far as that takes time
+    strips: tuple[Strip, ...]  # its boxes, the lowest layer first
     is_measured: bool  # then sends last from posting to completion, otherwise as long as they occupy the link
     memory: tuple[Holding, ...]  # what it holds, and from when on, in order
     stays: int  # what of that stays throughout: weights, gradients, buffers, optimizer states; nothing where slots are counted
@@ -62,7 +71,22 @@ class Row:
 
     @property
     def num_boxes(self) -> int:
-        return len(self.computations) + len(self.fills) + len(self.waits) + len(self.sends) + sum(map(len, self.moves))
+        return sum(len(strip.spans) for strip in self.strips)
+
+    def spans(self, kind: str) -> Iterator[Span]:
+        """Iterate over the boxes of one kind."""
+        return (span for strip in self.strips if strip.kind == kind for span in strip.spans)
+
+    def role(self, span: Span) -> Role:
+        """Return the role that an action is shown in."""
+        if self.is_measured and span.action.op in SENT:
+            return f"{span.action.op}@posted"
+        return f"{span.action.op}@host" if span.action.peer == HOST else span.action.op
+
+    def colour(self, span: Span) -> str:
+        """Return the colour of a box: of a computation, lighter on the rank's later stages."""
+        place = self.stages.index(span.action.stage) if span.action.op in COMPUTE else 0
+        return shade(self.role(span), place, len(self.stages))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +98,14 @@ class Panel:
     rows: tuple[Row, ...]
 
 
+class Entry(NamedTuple):
+    """An entry of the legend."""
+
+    kind: str  # "box", "send", "wait", "memory" or "budget"
+    role: Role  # of these boxes, or the layer of memory
+    name: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
     """The contents of a picture."""
@@ -82,25 +114,33 @@ class Scene:
     panels: tuple[Panel, ...]  # one for each timeline
     begin_s: float  # where the time axis begins
     end_s: float
-    unit: str  # of all memory, "bytes" or "slots"
-    slots_each: int  # how many of these slots a microbatch takes: several where a panel counts slices
+    slots_each: int | None  # how many slots a microbatch counts as, several where a panel has slices; None where memory is in bytes
     top: int  # the most memory or budget of any rank, at least 1: the scale of all memory strips
     num_microbatches: int  # the most of any panel
 
-    def layers(self) -> dict[str, str]:
-        """Return the layers that memory consists of, from the bottom up, with their names in words."""
-        if self.unit == "slots":
-            return {"activations": f"activations, in {'slots' if self.slots_each == 1 else 'microbatches'}"}
-        rows = [row for panel in self.panels for row in panel.rows]
-        has_messages = any(held.device_bytes > row.stays + held.activation_bytes for row in rows for held in row.memory)
-        stays = {"stays": "weights and what else stays"} if any(row.stays for row in rows) else {}
-        return stays | {"activations": "activations"} | ({"messages": "messages between stages"} if has_messages else {})
+    def peaks(self, row: Row) -> list[str]:
+        """Return the most that a row holds, in words."""
+        if self.slots_each is None:
+            return [f"device {show_bytes(row.device_peak)}", f"activations {show_bytes(row.peak)}"]
+        return ["holds " * (self.slots_each == 1) + amount_text(row.peak, self.slots_each)]
 
-    @property
-    def budget(self) -> str:
-        """The budget in words, as a legend has it, with its amount if all ranks have the same; nothing without one."""
-        found = {row.budget for panel in self.panels for row in panel.rows if row.budget is not None}
-        return f"budget {amount_text(found.pop(), self.unit, self.slots_each)}" if len(found) == 1 else "budget" * bool(found)
+    def legend(self) -> Iterator[Entry]:
+        """Yield an entry for each thing that can be seen: boxes, the layers of memory from the bottom up, and the budget."""
+        rows = [row for panel in self.panels for row in panel.rows]
+        seen = {row.role(span) for row in rows for strip in row.strips for span in strip.spans}
+        roles = {name: role for role, name in NAMES.items() if role in seen}  # one of those that share a name
+        for name, role in roles.items():
+            yield Entry("send" if role.startswith("SEND") else "wait" if role.startswith("WAIT") else "box", role, name)
+        if any(row.stays for row in rows):
+            yield Entry("memory", "stays", "weights and what else stays")
+        unit = "" if self.slots_each is None else ", in slots" if self.slots_each == 1 else ", in microbatches"
+        yield Entry("memory", "activations", f"activations{unit}")
+        if any(held.device_bytes > row.stays + held.activation_bytes for row in rows for held in row.memory):
+            yield Entry("memory", "messages", "messages between stages")
+        budgets = {row.budget for row in rows if row.budget is not None}
+        if budgets:
+            amount = f" {amount_text(budgets.pop(), self.slots_each)}" if len(budgets) == 1 else ""
+            yield Entry("budget", "", f"budget{amount}")
 
 
 def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: Window | None = None) -> Scene:
@@ -108,17 +148,17 @@ def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: 
 
     Memory is in bytes if all timelines know them, and otherwise in slots, which count the memory of microbatches alone.
     """
-    begin, end = _interval(timelines, window)
-    unit = "bytes" if all(map(knows_bytes, timelines)) else "slots"
-    slots_each = lcm(*(timeline.plan.slices for timeline in timelines)) if unit == "slots" else 1
-    shown = timelines if unit == "bytes" else [in_slots(timeline, slots_each) for timeline in timelines]
+    begin, end = interval = _interval(timelines, window)
+    in_bytes = all(map(knows_bytes, timelines))
+    slots_each = None if in_bytes else lcm(*(timeline.plan.slices for timeline in timelines))
     panels: list[Panel] = []
-    for timeline in shown:
+    for timeline in timelines:
+        slot = None if slots_each is None else slots_each // timeline.plan.slices
+        shown = timeline if slot is None else _in_slots(timeline, slot)
         spent = sum(row.num_boxes for panel in panels for row in panel.rows)
-        slot = slots_each // timeline.plan.slices
-        rows = tuple(_rows(timeline, (begin, end), unit, slot, MAX_BOXES - spent))
-        is_short = unit == "bytes" and not counts_messages(timeline) and any(map(counts_messages, timelines))
-        facts = _facts(timeline, unit, slots_each) + ", messages left out" * is_short
+        rows = tuple(_rows(shown, interval, slot, MAX_BOXES - spent))
+        is_short = in_bytes and not counts_messages(timeline) and any(map(counts_messages, timelines))
+        facts = _facts(shown, slots_each) + ", messages left out" * is_short
         panels.append(Panel(name=plan_title(timeline.plan), facts=facts, rows=rows))
     amounts = [amount for panel in panels for row in panel.rows for amount in (row.device_peak, row.budget or 0)]
     return Scene(
@@ -126,7 +166,6 @@ def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: 
         panels=tuple(panels),
         begin_s=begin,
         end_s=end,
-        unit=unit,
         slots_each=slots_each,
         top=max([1, *amounts]),
         num_microbatches=max(timeline.plan.num_microbatches for timeline in timelines),
@@ -145,30 +184,16 @@ def counts_messages(timeline: Timeline) -> bool:
     return timeline.source == "measured" or timeline.plan.sizes is not None
 
 
-def in_slots(timeline: Timeline, slots_each: int = 1) -> Timeline:
-    """Return the same timeline with its plan's slots in place of bytes: a rank's own and the buffers of its remote activations.
-
-    Args:
-        slots_each: how many slots a microbatch counts as, a multiple of its slices.
-    """
-    plan = timeline.plan
-    slot = max(1, slots_each // plan.slices)
-    lanes = (_lane_in_slots(plan, rank, lane, slot) for rank, lane in enumerate(timeline.actions))
+def _in_slots(timeline: Timeline, slot: int) -> Timeline:
+    """Return the same timeline with `slot` for each slot in place of bytes: a rank's own, and its buffers for remote ones."""
+    plan, lanes = timeline.plan, []
+    for rank, lane in enumerate(timeline.actions):
+        # Without backwards nothing is kept: autograd saves nothing.
+        own = array("q", (live * slot * plan.has_backward for live in occupancy(plan.actions[rank])))
+        buffers = slot * sum(map(len, plan.remote_buffers(rank).values()))
+        none = array("q", bytes(8 * len(own)))
+        lanes.append(replace(lane, activation_bytes=own, message_bytes=none, static_bytes=0, remote_buffer_bytes=buffers))
     return replace(timeline, actions=tuple(lanes))
-
-
-def _lane_in_slots(plan: Plan, rank: int, lane: Lane, slot: int) -> Lane:
-    """Return a lane that holds slots: its own microbatches' as activations, remote ones' as buffers, and none of anything else."""
-    remote_buffers = slot * sum(map(len, plan.remote_buffers(rank).values()))
-    # Without backwards nothing is kept: autograd saves nothing.
-    own = array("q", (live * slot * plan.has_backward for live in occupancy(plan.actions[rank])))
-    return replace(
-        lane,
-        activation_bytes=own,
-        message_bytes=array("q", bytes(8 * len(own))),
-        static_bytes=0,
-        remote_buffer_bytes=remote_buffers,
-    )
 
 
 def _interval(timelines: Sequence[Timeline], window: Window | None) -> Window:
@@ -187,10 +212,10 @@ def _interval(timelines: Sequence[Timeline], window: Window | None) -> Window:
     return window
 
 
-def _rows(timeline: Timeline, window: Window, unit: str, slot: int, allowance: int) -> Iterator[Row]:
+def _rows(timeline: Timeline, window: Window, slot: int | None, allowance: int) -> Iterator[Row]:
     """Yield a row for each rank; raise as soon as there are too many boxes."""
     for rank in range(timeline.num_ranks):
-        row = _row(timeline, rank, window, unit, slot, allowance)
+        row = _row(timeline, rank, window, slot, allowance)
         allowance -= row.num_boxes
         if allowance < 0:
             raise ConfigurationError(
@@ -201,41 +226,23 @@ def _rows(timeline: Timeline, window: Window, unit: str, slot: int, allowance: i
         yield row
 
 
-def _row(timeline: Timeline, rank: int, window: Window, unit: str, slot: int, allowance: int) -> Row:
+def _row(timeline: Timeline, rank: int, window: Window, slot: int | None, allowance: int) -> Row:
     plan = timeline.plan
-    budget = None if plan.budgets is None else plan.budgets[rank]
-    if unit == "slots":
-        slots = plan.slots[rank]
-        budget = None if slots is None else slots * slot
-    transfers = list(_within(filter(_is_drawn, timeline.transfers(rank)), window, allowance))
-    leaving = _tracks(span for span in transfers if span.action.op in OUT)
-    arriving = _tracks(span for span in transfers if span.action.op in IN)
+    limit = plan.slots[rank] if slot is not None else plan.budgets[rank] if plan.budgets is not None else None
+    transfers = filter(_is_drawn, timeline.transfers(rank))
+    spans = timeline.computations(rank), timeline.waits(rank), timeline.fills(rank), transfers
     return Row(
         rank=rank,
         stages=tuple(plan.stages_of(rank)),
         slices=plan.slices,
-        computations=tuple(_within(_whole(plan, timeline.computations(rank)), window, allowance)),
-        waits=tuple(_within(timeline.waits(rank), window, allowance)),
-        fills=tuple(_within(timeline.fills(rank), window, allowance)),
-        moves=(*leaving, *arriving),
-        num_out=len(leaving),
-        sends=tuple(span for span in transfers if span.action.op in SENT),
+        strips=tuple(strip for strip in _strips(*(list(_within(some, window, allowance)) for some in spans)) if strip.spans),
         is_measured=timeline.source == "measured",
         memory=_steps(timeline, rank, window),
         stays=timeline.actions[rank].static_bytes,
         peak=timeline.peak_bytes(rank),
         device_peak=timeline.device_peak_bytes(rank),
-        budget=budget,
+        budget=None if limit is None else limit * (slot or 1),
     )
-
-
-def _whole(plan: Plan, computations: Iterable[Span]) -> Iterator[Span]:
-    """Yield computations, with the pieces of one put together: to the eye it is one, with waits in it."""
-    begin_s = 0.0
-    for action, piece_begin_s, end_s in computations:
-        begin_s = begin_s if plan.goes_on(action) else piece_begin_s
-        if plan.ends(action):
-            yield Span(action._replace(part=0), begin_s, end_s)
 
 
 def _within(spans: Iterable[Span], window: Window, allowance: int) -> Iterator[Span]:
@@ -247,6 +254,37 @@ def _within(spans: Iterable[Span], window: Window, allowance: int) -> Iterator[S
 def _is_drawn(transfer: Span) -> bool:
     """Return whether a transfer has a box: a receive is its send's other end, and a send that takes no time is mere clutter."""
     return transfer.action.op in OUT or transfer.action.op in IN or (transfer.action.op in SENT and transfer.seconds > 0)
+
+
+def _strips(computations: list[Span], waits: list[Span], fills: list[Span], transfers: list[Span]) -> Iterator[Strip]:
+    """Yield a row's boxes, the lowest layer first.
+
+    A wait for a transfer is drawn thicker than one for another rank's result.
+    """
+    for (top, bottom), side in _side_by_side(computations).items():
+        yield Strip("compute", 0, top, bottom, tuple(side))
+    for share, is_for_move in ((0.14, False), (0.34, True)):
+        some = (span for span in waits if (span.action.op in (Op.WAIT_EVICT, Op.WAIT_LOAD)) == is_for_move)
+        yield Strip("wait", 0, (1 - share) / 2, (1 + share) / 2, tuple(some))
+    yield Strip("fill", 0, (1 - FILL_SHARE) / 2, (1 + FILL_SHARE) / 2, tuple(fills))
+    leaving, arriving = (_tracks(span for span in transfers if span.action.op in ops) for ops in (OUT, IN))
+    step = 1 / max(2, len(leaving) + len(arriving))
+    for index, track in enumerate((*leaving, *arriving), start=not leaving and len(arriving) == 1):
+        yield Strip("move", 1, step * (index + 0.15), step * (index + 1), track)
+    for index, op in enumerate(SENT, start=1):
+        yield Strip("send", 2, index / 3, (index + 1) / 3, tuple(span for span in transfers if span.action.op is op))
+
+
+def _side_by_side(computations: Sequence[Span]) -> dict[tuple[float, float], list[Span]]:
+    """Return computations by the share of a row's height that they take: all of it, or half of it where two overlap in time."""
+    found: dict[tuple[float, float], list[Span]] = {(0.0, 1.0): [], (0.0, 0.5): [], (0.5, 1.0): []}
+    share = (0.0, 1.0)
+    for span, following in zip_longest(computations, computations[1:]):
+        is_second = share == (0.0, 0.5)
+        is_first = not is_second and following is not None and following.begin_s < span.end_s - ROUNDING * span.seconds
+        share = (0.5, 1.0) if is_second else (0.0, 0.5) if is_first else (0.0, 1.0)
+        found[share].append(span)
+    return found
 
 
 def _tracks(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
@@ -291,28 +329,24 @@ def _is_dip(last: Sequence[Holding], now: Holding) -> bool:
     return is_below and lowest.activation_bytes <= max(before.activation_bytes, now.activation_bytes)
 
 
-def _facts(timeline: Timeline, unit: str, slots_each: int) -> str:
+def _facts(timeline: Timeline, slots_each: int | None) -> str:
     """Return one line of numbers on a timeline."""
-    plan, ranks = timeline.plan, range(timeline.num_ranks)
-    makespan = timeline.makespan_s
+    plan, ranks, makespan = timeline.plan, range(timeline.num_ranks), timeline.makespan_s
     bubble = 1 - min(map(timeline.work_s, ranks)) / makespan if makespan else 0.0
     several = f", {plan.num_stages // plan.num_ranks} stages each" if plan.num_ranks != plan.num_stages else ""
-    stages = f"p = {plan.num_ranks}{several}"
     step = "" if timeline.step is None else f" in step {timeline.step}"
     slices = f" of k = {plan.slices} slices" if plan.slices > 1 else ""
     filled = sum(span.seconds for rank in ranks for span in timeline.fills(rank)) / (makespan * len(ranks) or 1.0)
     fill = f" (fill job {filled:.1%})" if filled else ""
-    return (
-        f"{stages}, m = {plan.num_microbatches}{slices}   \N{MIDDLE DOT}   makespan {show_seconds(makespan)}   \N{MIDDLE DOT}   "
-        f"largest bubble {bubble:.1%}{fill}   \N{MIDDLE DOT}   {_fullest(timeline, unit, slots_each)}   \N{MIDDLE DOT}   "
-        f"{timeline.source}{step}"
+    fullest, device = timeline.fullest_rank, "device " * (slots_each is None)
+    facts = (
+        f"p = {plan.num_ranks}{several}, m = {plan.num_microbatches}{slices}",
+        f"makespan {show_seconds(makespan)}",
+        f"largest bubble {bubble:.1%}{fill}",
+        f"fullest rank {fullest}: {device}{amount_text(timeline.device_peak_bytes(fullest), slots_each)}",
+        f"{timeline.source}{step}",
     )
-
-
-def _fullest(timeline: Timeline, unit: str, slots_each: int) -> str:
-    """Return the rank that holds the most in total, and how much, in words."""
-    rank = timeline.fullest_rank
-    return f"fullest rank {rank}: {'device ' * (unit == 'bytes')}{amount_text(timeline.device_peak_bytes(rank), unit, slots_each)}"
+    return "   \N{MIDDLE DOT}   ".join(facts)
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
@@ -323,10 +357,10 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return "\N{MICRO SIGN}s", 1e6
 
 
-def amount_text(amount: int, unit: str, slots_each: int = 1) -> str:
+def amount_text(amount: int, slots_each: int | None = None) -> str:
     """Write an amount of memory for people: `3.25 GiB`, `3 slots`, or `1.75 microbatches` if these take several slots each."""
-    if unit == "slots" and slots_each > 1:
+    if slots_each is None:
+        return show_bytes(amount)
+    if slots_each > 1:
         return f"{amount / slots_each:.4g} microbatch{'' if amount == slots_each else 'es'}"
-    if unit == "slots":
-        return f"{amount} slot{'' if amount == 1 else 's'}"
-    return show_bytes(amount)
+    return f"{amount} slot{'' if amount == 1 else 's'}"

@@ -42,13 +42,13 @@ def note(text: str) -> None:
     print(f"bpipe: note: {printable(text)}", file=sys.stderr)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a table whose first column is a name and whose other columns are numbers."""
     with _needing_rich():
         from rich import box
         from rich.table import Table
         from rich.text import Text
-    result = Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    result = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in result.columns[1:]:
         column.justify = "right"
     for row in rows:

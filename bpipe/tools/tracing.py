@@ -20,12 +20,14 @@ from bpipe.device import is_asynchronous
 from bpipe.device.times import DeviceTimes
 from bpipe.engine.recorder import RecordedStep, Recorder
 from bpipe.errors import AgreementError, ConfigurationError
+from bpipe.not_copied import NotCopied
 from bpipe.plan.action import WAIT_OF
 from bpipe.session.session import Session
 from bpipe.simulator.timeline import Lane
 from bpipe.tools.chrome import Origin, lines
 from bpipe.tools.chrome_read import joined, parse
 from bpipe.tools.measured import Measured, merged
+from bpipe.whole_file import write_whole
 
 __all__ = ["Trace", "trace"]
 
@@ -67,8 +69,10 @@ def trace(schedule: Schedule | Sequence[Schedule], path: str | os.PathLike[str] 
     return Trace(schedules, path)
 
 
-class Trace:
+class Trace(NotCopied):
     """The context manager that `trace` returns, to be entered once; afterwards it has what it recorded."""
+
+    instead_of_a_copy = "it follows schedules of this process. Copy its timelines, or what gather() returns"
 
     def __init__(self, schedules: list[Schedule], path: str | os.PathLike[str] | None) -> None:
         _check_together(schedules)
@@ -135,8 +139,7 @@ class Trace:
         for session, part in zip(self._sessions, self._parts()):
             if (rank := session.context.plan_rank) == 0:
                 _remove_others(self._path, num_ranks)
-            with (self._path / f"rank-{rank}.json").open("w", encoding="utf-8") as file:
-                file.writelines(lines(part, self._origin()))
+            write_whole(self._path / f"rank-{rank}.json", lines(part, self._origin()))
 
     def _origin(self) -> Origin:
         assert self._clocks is not None

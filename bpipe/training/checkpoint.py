@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from bpipe.errors import ConfigurationError
+from bpipe.memory.optimizers import Optimizers, several
 from bpipe.training.gathered import Gathered
 from bpipe.training.optimizer_state import OptimizerState
 from bpipe.training.pipeline_ranks import Ranks
@@ -29,7 +29,7 @@ WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and
 
 def training_state(
     modules: nn.Module | Iterable[nn.Module],
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     tied: TiedWeights | None = None,
     group: Any = None,
@@ -52,7 +52,8 @@ def training_state(
 
     Args:
         modules: this rank's stage, or all its stages.
-        optimizer: over their parameters, in any groups; None to leave it out.
+        optimizer: over their parameters, in any groups; None to leave it out. Several, in a list or a dict, each with parameters
+            of its own, are saved as one: which of them has a parameter may be another one when it is loaded, if it keeps the same.
         tied: the weights that stages share: the optimizer's states of all copies are saved under the first one's name, as a
             single process has them.
         group: the process group of the pipeline's ranks, a DeviceMesh of one dimension, or None for the default group.
@@ -62,7 +63,7 @@ def training_state(
 
     Raises:
         ConfigurationError: two stages have different tensors of one name; raised when it is saved or loaded, on all ranks. Or
-            the optimizer has parameters of other modules.
+            the optimizer has parameters of other modules, two optimizers have the same ones, or it is no optimizer.
 
     Example:
         >>> module = nn.Linear(2, 2)
@@ -74,7 +75,7 @@ def training_state(
     ranks = Ranks(group, "save the state_dict of all stages' modules and of their optimizer")
     states: dict[str, Stateful] = {"model": _ModelState(held, ranks)}
     if optimizer is not None:
-        states["optimizer"] = OptimizerState(optimizer, _names(held, tied))
+        states["optimizer"] = OptimizerState(several(optimizer, "param_groups"), _names(held, tied))
     return states
 
 

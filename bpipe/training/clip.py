@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from functools import reduce
 from typing import Any
 
@@ -13,15 +13,16 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from bpipe.errors import AgreementError, ConfigurationError, StageError
 from bpipe.parallel.twins import COPY
+from bpipe.torch_private.operators import norms_of
 from bpipe.training.gathered import Gathered, has_unreduced
 from bpipe.training.pipeline_ranks import Ranks
+from bpipe.training.replica_norms import DTYPES, INSTEAD, Norm, difference, of_all, ranks_along, rows_of
 from bpipe.training.sums import problem_with_sums
 from bpipe.training.tensors import local, mesh_of
 
 __all__ = ["clip_grad_norm_"]
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @torch.no_grad()
@@ -33,7 +34,9 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     copies: Iterable[torch.Tensor] = (),
+    own: Iterable[torch.Tensor] = (),
     group: Any = None,
+    replicas: Any = None,
 ) -> torch.Tensor:
     """Clip the gradients of a whole pipeline by their total norm: torch.nn.utils.clip_grad_norm_ over all stages.
 
@@ -43,8 +46,8 @@ def clip_grad_norm_(
     order: equal to a few units in the last place. For weights that FSDP2 has gathered, it takes the gradients of the sharded ones.
 
     Communicates two all_gathers over the pipeline's group: 48 bytes per rank, and 16 bytes times the most gradients that a rank
-    has; and for DTensors one reduction of a number over each of their meshes. Collective over the pipeline, and over those
-    meshes; blocks the host.
+    has; for DTensors one reduction of a number over each of their meshes, and an all_gather or two along its dimensions, to see
+    that gradients beside them are alike; likewise over `replicas`. Collective over all of these; blocks the host.
 
     Args:
         parameters: this rank's; where it holds several stages, a dict of them by stage index, so that norms are in the model's
@@ -55,7 +58,12 @@ def clip_grad_norm_(
         foreach: whether torch's foreach functions run; default: where they can.
         copies: those parameters that another rank counts: they are clipped, but not counted again. `TiedWeights.copies` must be
             among them; the twins of a schedule of two directions are known.
+        own: those parameters that only this one of the `replicas` has, such as its experts: each counts in the total, which is
+            then that of all replicas. DTensors on a mesh of the experts count so without it.
         group: the process group of the pipeline's ranks, a DeviceMesh of one dimension, or None for the default group.
+        replicas: the ranks that have the same stages in other pipelines with other `own` weights, as a process group or a
+            DeviceMesh of one dimension, such as `mesh["ep"]` (not those that hold the same experts, too). What is not in `own`
+            must be equal on them: its gradients are compared.
 
     Returns:
         The total norm before clipping, without dimensions, where this rank's gradients are.
@@ -64,7 +72,8 @@ def clip_grad_norm_(
         AgreementError: the ranks clip differently; raised on all of them.
         StageError: with `error_if_nonfinite`.
         ConfigurationError: a gradient is sparse, sharded over several ranks of the group, or not reduced yet; a norm that does
-            not exist, a `max_norm` that is negative or NaN; copies of tied weights that are not among `copies`, or not summed.
+            not exist, a `max_norm` that is negative or NaN; copies of tied weights that are not among `copies`, or not summed;
+            `own` without `replicas`; other gradients that differ between `replicas`, or between the ranks of a DTensor's mesh.
             Raised on all ranks. Or the group is a `Loopback`'s.
 
     Example:
@@ -76,23 +85,30 @@ def clip_grad_norm_(
     ranks = Ranks(group, "torch.nn.utils.clip_grad_norm_ over the parameters of all stages does it")
     gathered = Gathered()
     places = _places(parameters, ranks.rank, gathered)
+    beside = None if replicas is None else Ranks(replicas, INSTEAD)
     everything = [parameter for parameter in places if parameter.grad is not None]
     elsewhere = {id(gathered.sharded(parameter)) for parameter in copies} | {id(one) for one in places if getattr(one, COPY, False)}
     how, problem = _settings(max_norm, norm_type, error_if_nonfinite)
+    owned = {id(gathered.sharded(parameter)) for parameter in own}
     problem = problem or _problem(list(places), ranks) or problem_with_sums(everything, elsewhere, ranks)
-    counted: dict[int, list[Any]] = {place: [] for place in places.values()}
+    problem = problem or _problem_with_replicas(owned, ranks, beside)
+    counted: dict[tuple[bool, int], list[Any]] = {(is_own, place): [] for is_own in (False, True) for place in places.values()}
     for parameter in everything:
         if id(parameter) not in elsewhere and parameter.grad.layout is torch.strided:  # type: ignore[union-attr]
-            counted[places[parameter]].append(parameter.grad)
-    norms: list[tuple[int, torch.Tensor]] = []
+            counted[id(parameter) in owned, places[parameter]].append(parameter.grad)
+    shared, of_this = list[Norm](), list[Norm]()
     refusal = ConfigurationError(problem) if problem else None
     try:
-        norms += [(place, norm) for place, gradients in counted.items() for norm in _norms(gradients, how[1], foreach)]
+        for (is_own, place), gradients in counted.items():
+            (of_this if is_own else shared).extend(_norms(place, gradients, how[1], foreach))
     except Exception as error:  # the other ranks are to hear of it, instead of waiting for this one
         if refusal is None:
             refusal = ConfigurationError(f"torch has no norm of order {how[1]} of the gradients: {error}")
             refusal.__cause__ = error
-    total = _total(norms, how, refusal, ranks)
+    problem = _different(shared, everything, beside)
+    if problem and refusal is None:
+        refusal = ConfigurationError(problem)
+    total = _total([*shared, *(of_this if beside is None else of_all(beside, of_this))], how, refusal, ranks)
     if error_if_nonfinite and not total.isfinite():
         raise StageError(f"the total norm of order {how[1]} of the gradients is {total.item()}, so they cannot be clipped by it")
     for alike in _by_mesh(everything, [parameter.grad for parameter in everything]).values():
@@ -128,20 +144,44 @@ def _listed(parameters: Parameters) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _norms(gradients: Sequence[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
+def _norms(place: int, gradients: Sequence[torch.Tensor], order: float, foreach: bool | None) -> Iterator[Norm]:
     """Compute the norm of each whole gradient, and one norm of all those that are sharded over the same mesh."""
-    norms: list[torch.Tensor] = []
     for mesh, alike in _by_mesh(gradients, gradients).items():
         if mesh is not None:
-            norms.append(_norm_over(mesh, alike, order, foreach))
+            yield Norm(place, f"{len(alike)} gradients on {mesh}", mesh, _norm_over(mesh, alike, order, foreach))
             continue
         if math.isinf(order):
             alike = [gradient for gradient in alike if gradient.numel()]  # of nothing there is no largest element
         if foreach is False or not alike:
-            norms += [torch.linalg.vector_norm(gradient, order) for gradient in alike]
+            norms: Sequence[torch.Tensor] = [torch.linalg.vector_norm(gradient, order) for gradient in alike]
         else:
-            norms += torch._foreach_norm(alike, order)
-    return norms
+            norms = norms_of(alike, order)
+        for gradient, norm in zip(alike, norms, strict=True):
+            yield Norm(place, f"one of shape {list(gradient.shape)}", None, norm)
+
+
+def _different(norms: Sequence[Norm], parameters: Sequence[torch.Tensor], replicas: Ranks | None) -> str:
+    """Describe how gradients differ on ranks that should have them alike, and so the total. Collective over these ranks.
+
+    Args:
+        norms: of the gradients that all replicas have.
+        parameters: with a gradient; ranks that share the mesh of one are replicas of each other in what is not sharded over it.
+        replicas: the ranks that the user says are replicas.
+    """
+    found = ["" if replicas is None else difference(replicas, norms)]
+    for mesh in _by_mesh(parameters, [parameter.grad for parameter in parameters]):
+        if mesh is not None:
+            found += [difference(ranks, [one for one in norms if one.mesh != mesh]) for ranks in ranks_along(mesh)]
+    return next(filter(None, found), "")
+
+
+def _problem_with_replicas(own: Set[int], ranks: Ranks, replicas: Ranks | None) -> str:
+    """Return what is wrong if it is not said which ranks have other weights, or if ranks of this pipeline are said to."""
+    if replicas is None:
+        return "own= are weights that other replicas do not have: give replicas=, the ranks that have others" if own else ""
+    if both := sorted({*ranks.global_ranks} & {*replicas.global_ranks} - {ranks.global_ranks[ranks.rank]}):
+        return f"ranks {both} are in the group and in replicas=: give the ranks of one pipeline, and those of other ones"
+    return ""
 
 
 def _norm_over(mesh: Any, gradients: Sequence[Any], order: float, foreach: bool | None) -> torch.Tensor:
@@ -172,10 +212,10 @@ def _without_sums(gradient: Any) -> Any:
 
 
 def _total(
-    norms: Sequence[tuple[int, torch.Tensor]], how: tuple[float, float, bool], refusal: ConfigurationError | None, ranks: Ranks
+    norms: Sequence[Norm], how: tuple[float, float, bool], refusal: ConfigurationError | None, ranks: Ranks
 ) -> torch.Tensor:
     """Compute the norm of all ranks' norms, put in the order of their places."""
-    bits = sum({1 << DTYPES.index(norm.dtype) for _, norm in norms})
+    bits = sum({1 << DTYPES.index(one.norm.dtype) for one in norms})
     mine = torch.tensor([len(norms), bits, refusal is not None, *how], dtype=torch.float64)
     lengths, dtypes, problems, *hows = torch.stack(ranks.gather(mine)).T.tolist()
     if any(problems):
@@ -187,19 +227,11 @@ def _total(
         )
     if not any(lengths):
         return torch.tensor(0.0)
-    gathered = torch.cat(ranks.gather_uneven(_rows(norms).to(ranks.device), [int(length) for length in lengths]))
-    in_order = gathered[torch.argsort(gathered[:, 0], stable=True), 1]
+    rows = rows_of(norms, [one.place for one in norms]).to(ranks.device)
+    gathered = torch.cat(ranks.gather_uneven(rows, [int(length) for length in lengths]))
+    in_order = gathered[torch.argsort(gathered[:, 1], stable=True), 0]
     total: torch.Tensor = torch.linalg.vector_norm(in_order.to(_promoted([int(seen) for seen in dtypes])), how[1])
     return total
-
-
-def _rows(norms: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-    """Stack places and norms side by side, in a dtype that represents both exactly."""
-    if not norms:
-        return torch.zeros(0, 2, dtype=torch.float64)
-    device = norms[0][1].device
-    places = torch.tensor([place for place, _ in norms], dtype=torch.float64, device=device)
-    return torch.stack([places, torch.stack([norm.to(device, torch.float64) for _, norm in norms])], 1)
 
 
 def _promoted(seen: Sequence[int]) -> torch.dtype:

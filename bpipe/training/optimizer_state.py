@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,17 +21,20 @@ NOT_SAVED = ("params", "param_names")
 
 
 class OptimizerState:
-    """One rank's optimizer as a Stateful: `state.<name>.<what>` and `param_groups.<name>.<what>` of each parameter.
+    """One rank's optimizers as a Stateful: `state.<name>.<what>` and `param_groups.<name>.<what>` of each parameter.
 
     It is the format of `StateDictOptions(flatten_optimizer_state_dict=True)`: groups are found again by their members, so that
     another rank may hold them. State that a parameter does not have yet, as before the first step, is saved as zeros, and an
     optimizer that has not begun either loads it as no state.
     """
 
-    def __init__(self, optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> None:
-        self._optimizer, self._names = optimizer, names
-        unknown = [tuple(parameter.shape) for parameter in _parameters(optimizer) if parameter not in names]
-        if any(map(Gathered().has, _parameters(optimizer))):
+    def __init__(self, optimizers: Sequence[Optimizer], names: Mapping[torch.Tensor, str]) -> None:
+        if wrong := [one for one in optimizers if not isinstance(one, Optimizer)]:
+            raise ConfigurationError(f"optimizer={wrong[0]!r:.80}: give a torch.optim.Optimizer, or several in a list or a dict")
+        self._optimizers, self._names = optimizers, names
+        parameters = [parameter for one in optimizers for parameter in _parameters(one)]
+        unknown = [tuple(parameter.shape) for parameter in parameters if parameter not in names]
+        if any(map(Gathered().has, parameters)):
             raise ConfigurationError(
                 "the optimizer has weights that FSDP2 had gathered when it was made, which no step trains: call reshard() on the "
                 "modules before you make it"
@@ -41,26 +44,36 @@ class OptimizerState:
                 f"the optimizer has {len(unknown)} parameters that are in none of the modules, the first of shape {unknown[0]}: "
                 "give all modules of this rank, and make the optimizer when their parameters are final"
             )
+        if twice := [names[parameter] for parameter, count in Counter(parameters).items() if count > 1]:
+            raise ConfigurationError(
+                f"{twice[0]!r} is in several optimizers, as are {len(twice) - 1} more, and a checkpoint has one state of each "
+                "parameter: give each parameter to one optimizer"
+            )
 
     def state_dict(self) -> State:
-        made_up = _made_up(self._optimizer)
         flat: State = {}
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                name, state = self._names[parameter], made_up.get(parameter) or self._optimizer.state.get(parameter, {})
-                flat |= {f"state.{name}.{key}": value for key, value in state.items()}
-                flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key not in NOT_SAVED}
+        for optimizer in self._optimizers:
+            made_up = _made_up(optimizer)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    name, state = self._names[parameter], made_up.get(parameter) or optimizer.state.get(parameter, {})
+                    flat |= {f"state.{name}.{key}": value for key, value in state.items()}
+                    flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key not in NOT_SAVED}
         return flat
 
     def load_state_dict(self, flat: State) -> None:
         states, settings = self._by_name(flat, "state."), self._by_name(flat, "param_groups.")
-        for group in self._optimizer.param_groups:
+        for optimizer in self._optimizers:
+            self._load(optimizer, states, settings)
+
+    def _load(self, optimizer: Optimizer, states: Mapping[str, State], settings: Mapping[str, State]) -> None:
+        for group in optimizer.param_groups:
             of_group = [settings[self._names[parameter]] for parameter in group["params"]]
             for parameter, its in zip(group["params"], of_group):
                 self._check_alike(its, of_group[0], parameter)
                 state = states[self._names[parameter]]
-                if state and (self._optimizer.state.get(parameter) or _has_begun(state)):
-                    self._optimizer.state[parameter] = state
+                if state and (optimizer.state.get(parameter) or _has_begun(state)):
+                    optimizer.state[parameter] = state
             group.update(of_group[0] if of_group else {})
 
     def _by_name(self, flat: State, kind: str) -> defaultdict[str, State]:

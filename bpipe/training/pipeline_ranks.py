@@ -39,14 +39,19 @@ class Ranks:
     def _join(self, group: Any) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise ConfigurationError(f"rank {dist.get_rank()} is not in the group: give the group of this rank's own pipeline")
         self.device = device_of(group)
 
     @property
     def global_ranks(self) -> list[int]:
         """The ranks by their numbers in the default group."""
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def greatest(self, number: torch.Tensor) -> torch.Tensor:
+        """Return the greatest number of all ranks, on `device`. Collective, one all_reduce."""
+        number = number.to(self.device)
+        if self.group is not None:
+            dist.all_reduce(number, dist.ReduceOp.MAX, group=self.group)
+        return number
 
     def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
         """Gather a tensor of one shape from each rank, onto `device` and in the order of the ranks. Collective, one all_gather."""

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
+from bpipe.model.ties import SUMS
+from bpipe.torch_private.owners_and_versions import version_of
 from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.tensors import local
 
 __all__: list[str] = []
 
-MARK = "_bpipe_tied"
 
-
-class Tie:
+class SummedWeight:
     """One weight of TiedWeights, on a rank that has a copy.
 
     Args:
@@ -29,7 +29,7 @@ class Tie:
         self.name, self.counted_by, self.is_copy = name, counted_by, is_copy
         self._weight, self._versions = weight, (0, 0)
         self._summed: Callable[[], Any] = lambda: None
-        setattr(weight, MARK, _Mark(self))
+        setattr(weight, SUMS, _Mark(self))
 
     def remember_sum(self) -> None:
         """Remember that the gradient that the weight has now is a sum."""
@@ -51,14 +51,14 @@ class Tie:
         return not (have_changed and _is_in_bucket(self._weight.grad))
 
     def _versions_now(self) -> tuple[int, int]:
-        return local(self._weight.grad)._version, local(self._weight)._version
+        return version_of(local(self._weight.grad)), version_of(local(self._weight))
 
 
 class _Mark:
-    """The tie of a parameter, as long as its TiedWeights are alive. A pickled or copied mark says nothing."""
+    """What TiedWeights know of a parameter, as long as they are alive. A pickled or copied mark says nothing."""
 
-    def __init__(self, tie: Tie | None = None) -> None:
-        self.tie: Callable[[], Tie | None] = (lambda: None) if tie is None else weakref.ref(tie)
+    def __init__(self, weight: SummedWeight) -> None:
+        self.weight = weakref.ref(weight)
 
     def __reduce__(self) -> tuple[type[OrderedDict[str, Any]], tuple[()]]:
         return OrderedDict, ()  # which torch.load takes without knowing bpipe
@@ -71,15 +71,18 @@ def problem_with_sums(parameters: Sequence[torch.Tensor], elsewhere: set[int], r
         elsewhere: the ids of those that the user says other ranks count.
     """
     for parameter in parameters:
-        mark = getattr(parameter, MARK, None)
-        tie = mark.tie() if isinstance(mark, _Mark) else None
-        if tie is None or tie.counted_by not in ranks.global_ranks:
+        mark = getattr(parameter, SUMS, None)
+        weight = mark.weight() if isinstance(mark, _Mark) else None
+        if weight is None or weight.counted_by not in ranks.global_ranks:
             continue
-        if tie.is_copy and id(parameter) not in elsewhere:
-            return f"rank {tie.counted_by} counts {tie.name!r}, and this rank has a copy: give copies=tied.copies, of TiedWeights"
-        if not tie.is_summed():
+        if weight.is_copy and id(parameter) not in elsewhere:
             return (
-                f"the gradient of {tie.name!r}, a weight of several stages, is not the tensor that sum_grads() of TiedWeights "
+                f"rank {weight.counted_by} counts {weight.name!r}, and this rank has a copy: give copies=tied.copies, of "
+                "TiedWeights"
+            )
+        if not weight.is_summed():
+            return (
+                f"the gradient of {weight.name!r}, a weight of several stages, is not the tensor that sum_grads() of TiedWeights "
                 "made: call sum_grads() once, after the last backward, and change the gradient in place from then on"
             )
     return ""

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import AgreementError, ConfigurationError, StageError
 from bpipe.training.gathered import Gathered, free
 from bpipe.training.pipeline_ranks import Ranks
-from bpipe.training.sums import Tie
+from bpipe.training.sums import SummedWeight
 from bpipe.training.tensors import checksum, local
 
 __all__ = ["TiedWeights"]
 
 ON_META = "on the meta device"
 ABSENT, NO_GRADIENT, WITH_GRADIENT, SPARSE, SUMMED = range(5)
+
+
+class _Looks(NamedTuple):
+    """What weights look like on a rank, by name; None where it has none."""
+
+    weights: Mapping[str, str | None]
 
 
 class TiedWeights:
@@ -57,20 +64,21 @@ class TiedWeights:
         gathered = Gathered()
         given = {name: weight if weight is None else gathered.sharded(weight) for name, weight in sorted(weights.items())}
         self.weights = {name: weight for name, weight in given.items() if weight is not None}
-        reports = [json.loads(data) for data in self._ranks.gather_bytes(_described(given))]
+        own = encode(_Looks({name: None if weight is None else _looks(weight) for name, weight in given.items()}))
+        reports = [decode(_Looks, data, "description of weights", inf).weights for data in self._ranks.gather_bytes(own)]
         _check_alike(reports)
         holders = {name: [rank for rank, names in enumerate(reports) if names[name] is not None] for name in given}
         self._holders = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
-        self._ties = {name: self._tie(name, ranks[0]) for name, ranks in self._holders.items() if name in self.weights}
-        self.copies = [self.weights[name] for name, tie in self._ties.items() if tie.is_copy]
+        self._summed = {name: self._summed_weight(name, ranks[0]) for name, ranks in self._holders.items() if name in self.weights}
+        self.copies = [self.weights[name] for name, one in self._summed.items() if one.is_copy]
 
     def __repr__(self) -> str:
         shared = [f"{name} on ranks {', '.join(map(str, ranks))}" for name, ranks in vars(self).get("_holders", {}).items()]
         return f"TiedWeights({'; '.join(shared) or 'nothing that two ranks share'})"
 
-    def _tie(self, name: str, first: int) -> Tie:
+    def _summed_weight(self, name: str, first: int) -> SummedWeight:
         is_copy = first != self._ranks.rank
-        return Tie(name, self.weights[name], counted_by=self._ranks.global_ranks[first], is_copy=is_copy)
+        return SummedWeight(name, self.weights[name], counted_by=self._ranks.global_ranks[first], is_copy=is_copy)
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -78,7 +86,7 @@ class TiedWeights:
 
         Communicates, between the holders alone, the weight once to each of the others. Collective over them; blocks the host.
         """
-        for name in self._ties:
+        for name in self._summed:
             weight, (first, *others) = self.weights[name], self._holders[name]
             wire = local(weight).to(self._ranks.device).contiguous()
             if self._ranks.rank == first:
@@ -110,9 +118,9 @@ class TiedWeights:
         if not self._holders:
             return
         for name, kinds in zip(self._holders, self._agreed_kinds()):
-            if name in self._ties and WITH_GRADIENT in kinds:
+            if name in self._summed and WITH_GRADIENT in kinds:
                 self._sum(self.weights[name], self._holders[name])
-                self._ties[name].remember_sum()
+                self._summed[name].remember_sum()
 
     def _agreed_kinds(self) -> list[list[int]]:
         """Return the kinds of gradient that each weight has on its holders. All ranks raise alike."""
@@ -129,7 +137,7 @@ class TiedWeights:
         weight = self.weights.get(name)
         if weight is None:
             return ABSENT, 0, 0
-        kind = SUMMED if self._ties[name].may_have_sum() else _kind(weight.grad)
+        kind = SUMMED if self._summed[name].may_have_sum() else _kind(weight.grad)
         return kind, checksum(weight), int(weight.requires_grad)
 
     def _sum(self, weight: nn.Parameter, holders: Sequence[int]) -> None:
@@ -171,10 +179,6 @@ def _kind(gradient: torch.Tensor | None) -> int:
     if gradient is None:
         return NO_GRADIENT
     return SPARSE if gradient.is_sparse else WITH_GRADIENT
-
-
-def _described(weights: Mapping[str, nn.Parameter | None]) -> bytes:
-    return json.dumps({name: None if weight is None else _looks(weight) for name, weight in weights.items()}).encode()
 
 
 def _looks(weight: nn.Parameter) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import takewhile
 
 from bpipe.plan.action import BACKWARD, COMPUTE, MESSAGES, SHARDING, Action, Op, PartKey
 from bpipe.plan.order import previous_unit
-from bpipe.verifier.presence_rules import EVICTION
 from bpipe.verifier.rank_index import BITS, Finding, RankIndex, mask, ops_in
 
 __all__: list[str] = []
@@ -60,7 +58,6 @@ EARLIER_OF_PART = {op: mask(earlier for earlier, later in PRECEDENCE_OF_PARTS if
 COMPUTING, PASSING = mask(COMPUTE), mask(MESSAGES)
 KIN = {Op.F: mask({Op.F}), Op.B: mask({Op.B, Op.I, Op.W}), Op.I: mask({Op.I, Op.B}), Op.W: mask({Op.W, Op.B})}
 BACKWARDS = mask(BACKWARD)
-MOST_TOLD = 8  # pieces, in an error
 
 
 def ordered(own: RankIndex) -> Iterator[Finding]:
@@ -82,8 +79,6 @@ def ordered(own: RankIndex) -> Iterator[Finding]:
             for other, needed in _needs(own, action):
                 if own.there(other) & needed & ~seen[other]:
                     yield from _early(own, index, other, needed & ~seen[other])
-            if which[2] and op in COMPUTE and own.plan.ends(action):
-                seen[*which[:2], 0] |= BITS[op]
             seen[which] |= BITS[op]
 
 
@@ -136,33 +131,15 @@ def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
         slices, directions, on_path = own.plan.slices, own.plan.directions, own.on_path.get(stage)
         previous = previous_unit(op, microbatch, slices, directions) if on_path is None else on_path.get(microbatch, -1)
         yield (stage, previous, 0), KIN.get(op, 0)
-        for other in (0,) if part else range(1, num_parts + 1):  # moves of the whole, or of the part by itself
+        for other in range(1, num_parts + 1):  # what has moved by itself
             yield (stage, microbatch, other), EARLIER_OF_PART[op]
     for near in _neighbours(own, stage):
         handed_over = (op is Op.F and near < stage) or (op is Op.WAIT_EVICT and near > stage and has_output)
         yield (near, microbatch, 0), BITS[Op.F] * handed_over | BACKWARDS * (op in BACKWARD and near > stage)
 
 
-def in_pieces(own: RankIndex) -> Iterator[Finding]:
-    """Check that a computation in pieces has them all, in order, with nothing but evictions and loads between them."""
-    for index in own.begun:
-        first = own.lane[index]
-        last, step = (own.plan.num_parts(first.stage), 1) if first.op is Op.F else (1, -1)
-        parts = range(first.part, last + step, step)
-        following = takewhile(lambda action: action.op in EVICTION or action.op in COMPUTE, _from(own, index))
-        computed = (action for action in following if action.op in COMPUTE)
-        if any(next(computed, None) != first._replace(part=part) for part in parts):
-            rest = " ".join(own.show(first._replace(part=part)) for part in parts[1 : MOST_TOLD + 1])
-            more = " ..." * (len(parts) > MOST_TOLD + 1)
-            yield own.place(index), f"{own.show(first)} begins a computation in pieces and is not followed by {rest}{more} alone"
-    begun = {own.lane[index].op_key for index in own.begun}
-    for index in own.pieces:
-        if own.lane[index].op_key not in begun:
-            yield own.place(index), f"{own.show(own.lane[index])} continues a computation that never began"
-
-
 def overlapped(own: RankIndex) -> Iterator[Finding]:
-    """Check that each forward of a pair is whole and directly followed by a whole backward of another microbatch.
+    """Check that each forward of a pair is directly followed by a whole backward of another microbatch.
 
     Then both have their inputs before the pair begins, and it does not matter in which order they run.
     """
@@ -171,7 +148,7 @@ def overlapped(own: RankIndex) -> Iterator[Finding]:
         index = own.find(Op.F, (stage, unit, 0))
         forward = Action(Op.F, stage, unit)
         beside = own.lane[index + 1] if index is not None and index + 1 < own.num_computing else forward
-        if index is None or own.lane[index].part or beside.op is not Op.B or beside.part:
+        if index is None or beside.op is not Op.B:
             yield own.place(index), f"{own.show(forward)} runs side by side with the whole backward that follows it, and none does"
         elif beside.microbatch // plan.slices == unit // plan.slices:
             yield own.place(index), f"{own.show(forward)} and {own.show(beside)} cannot run side by side: one needs the other"
@@ -179,20 +156,12 @@ def overlapped(own: RankIndex) -> Iterator[Finding]:
             yield own.place(index), f"{own.show(forward)} runs side by side with a backward and is recomputed"
 
 
-def _from(own: RankIndex, index: int) -> Iterator[Action]:
-    """Iterate over a rank's actions from one on, without walking through those before it."""
-    return (own.lane[i] for i in range(index, len(own.lane)))
-
-
 def recomputed(own: RankIndex) -> Iterator[Finding]:
-    """Check that recomputed microbatches run in one piece, on a stage whose neighbours are on other ranks."""
-    begun = {own.lane[index][1:3] for index in own.begun}
+    """Check that recomputed microbatches run on a stage whose neighbours are on other ranks."""
     for index in sorted(index for kind, found in own.at.items() if kind[0] is Op.R for index in found.values()):
         action = own.lane[index]
         if _neighbours(own, action.stage) or action.stage in own.plan.routes.shared:
             yield own.place(index), f"{own.show(action)} recomputes a stage that shares memory with another one of rank {own.rank}"
-        elif action.key in begun:
-            yield own.place(index), f"{own.show(action)} recomputes a microbatch that runs in pieces"
 
 
 def local(own: RankIndex) -> Iterator[Finding]:

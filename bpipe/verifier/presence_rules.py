@@ -48,6 +48,14 @@ def belongs(own: RankIndex) -> Iterator[Finding]:
             yield own.place(index), _misplaced(own, action)
 
 
+def whole(own: RankIndex) -> Iterator[Finding]:
+    """Check that computations are of whole microbatches: only their activations may move in parts."""
+    for op, stage, part in sorted(kind for kind in own.at if kind[2] and (kind[0] in COMPUTE or kind[0] is Op.R)):
+        for index in own.at[op, stage, part].values():
+            action = own.show(own.lane[index])
+            yield own.place(index), f"{action} computes a part of a microbatch, of which only activations move in parts"
+
+
 def _moves_as_one(own: RankIndex, kind: WithPeer, kinds: set[WithPeer]) -> bool:
     """Return whether all moves of a kind are right, because the moves of the stage have one peer, and the right one."""
     op, stage, peer = kind

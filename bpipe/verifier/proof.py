@@ -12,9 +12,9 @@ from bpipe.plan.meter import SLOTS, Meter, occupancy
 from bpipe.plan.plan import Plan
 from bpipe.plan.text import wrong_with_name
 from bpipe.skips.routes import wrong_with
-from bpipe.verifier.order_rules import in_pieces, local, ordered, overlapped, recomputed, sharded, twins
+from bpipe.verifier.order_rules import local, ordered, overlapped, recomputed, sharded, twins
 from bpipe.verifier.plan_rules import RULES_OF_ALL
-from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete, routed, skipping
+from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete, routed, skipping, whole
 from bpipe.verifier.rank_index import Finding, Place, RankIndex, Rule
 
 __all__ = ["Violation", "verify"]
@@ -51,7 +51,7 @@ RULES_OF_A_RANK: dict[str, Rule] = {
     "skipping": skipping,
     "routed": routed,
     "ordered": ordered,
-    "in pieces": in_pieces,
+    "whole": whole,
     "overlapped": overlapped,
     "local": local,
     "sharded": sharded,

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
-from bpipe.plan.action import COMPUTE, SHARDING, Action, Op, OpKey, PartKey
+from bpipe.plan.action import SHARDING, Action, Op, OpKey, PartKey
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
@@ -35,36 +35,22 @@ class RankIndex:
         self.lane = (*plan.actions[rank], *plan.served[rank])
         self.num_computing = len(plan.actions[rank])
         self.at: defaultdict[Kind, dict[int, int]] = defaultdict(dict)  # where each microbatch stands in `lane`
-        self._repeated: list[int] = []
+        self.repeated: list[int] = []  # the actions that stand a second time
         for index, (op, stage, microbatch, part, _) in enumerate(self.lane):
             found = self.at[op, stage, part]
             if microbatch not in found:
                 found[microbatch] = index
             elif op not in SHARDING:
-                self._repeated.append(index)
-        self.pieces = sorted(index for kind, found in self.at.items() if kind[2] and kind[0] in COMPUTE for index in found.values())
-
-    @cached_property
-    def begun(self) -> list[int]:
-        """The first piece of each computation."""
-        return [index for index in self.pieces if not self.plan.goes_on(self.lane[index])]
-
-    @property
-    def repeated(self) -> list[int]:
-        """The actions that stand a second time, in pieces or as one."""
-        return self._repeated + [i for i in self.begun if self.lane[i][2] in self.at.get((*self.lane[i][:2], 0), ())]
+                self.repeated.append(index)
 
     @cached_property
     def present(self) -> defaultdict[tuple[int, int], list[int]]:
-        """The operations on each microbatch, by stage and part; a computation in pieces also counts for the whole microbatch."""
+        """The operations on each microbatch, by stage and part."""
         present: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * self.plan.num_units)
         for (op, stage, part), found in self.at.items():
             bits, bit = present[stage, part], 0 if op in SHARDING else BITS[op]
             for microbatch in found:
                 bits[microbatch] |= bit
-        for index in self.begun:
-            op, stage, microbatch, *_ = self.lane[index]
-            present[stage, 0][microbatch] |= BITS[op]
         return present
 
     def there(self, which: PartKey) -> int:

@@ -50,7 +50,7 @@ TOPICS = {
     "training": Topic(
         "Around a step",
         "What a training loop does besides the step, over all stages: clipping, loss scaling, shared weights, checkpoints.",
-        ("bpipe.training",),
+        ("bpipe.training", "bpipe.backward.loss_scale"),
     ),
     "seeing": Topic(
         "See what runs",

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import bpipe
-from bpipe.schedules import Destinations, Plan
+from bpipe.schedules import Destinations, Plan, build
 from tests.accelerator.work import batch_of, modules_of
 from tests.models import held_by
 from tests.over import Over
@@ -20,8 +20,8 @@ P, REPLICAS, M = 2, 2, 4
 class Few(bpipe.GPipe):
     """Within three slots on the first rank, which evicts."""
 
-    def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: Any) -> Plan:
-        return super()._make_plan(num_stages, num_ranks, n_microbatches, (3, 6))
+    def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int) -> Plan:
+        return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=(3, 6))
 
 
 SCHEDULES: dict[str, tuple[Any, int]] = {
@@ -102,7 +102,9 @@ class Rank:
         self.optimizer = torch.optim.SGD(self.parameters, 0.1, foreach=is_alike)
         self.scaler = bpipe.GradScaler(device, init_scale=8.0, growth_interval=1, enabled=is_alike, group=self.group)
         stages = [bpipe.PipelineStage(module, i, num_stages, device, self.group) for i, module in self.modules.items()]
-        self.schedule = schedule_class(stages, M, loss_fn=lambda y, target: self.scaler.scale(mse_loss(y, target)), timeout_s=60)
+        self.schedule = schedule_class(
+            stages, M, loss_fn=lambda y, target: self.scaler.scale(mse_loss(y, target)), options=bpipe.Options(timeout_s=60)
+        )
         self.tied = bpipe.TiedWeights({"up.weight": tied_weight(self.modules, num_stages - 1)}, group=self.group)
         self.tied.broadcast()
 

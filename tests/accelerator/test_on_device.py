@@ -13,6 +13,7 @@ from tests.accelerator.build import LIBRARY, MAKE, built, why_not
 
 ROOT = Path(__file__).parents[2]
 PARTS = 3  # of the larger folder: a process takes seconds to load torch, the device and what its ranks need
+A_PART = ("tests/accelerator/on_device/test_equality.py", "-k", "bytes and (test_loopback or True)")  # a loopback, and NCCL
 WHY_NOT = why_not()
 
 pytestmark = [
@@ -26,21 +27,23 @@ def files(folder: str, part: int = 0, parts: int = 1) -> list[str]:
     return [str(path.relative_to(ROOT)) for path in every[part::parts]]
 
 
+def test_a_part_on_device() -> None:
+    run("cuda", [*A_PART])
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("marked", ["", pytest.param("exhaustive", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("part", range(PARTS))
-def test_on_device(part: int, marked: str) -> None:
-    run("cuda", files("on_device", part, PARTS), marked)
+def test_on_device(part: int) -> None:
+    run("cuda", files("on_device", part, PARTS))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 def test_on_second_make() -> None:
-    run("accel", files("on_second_make"), "exhaustive or not exhaustive")
+    run("accel", files("on_second_make"))
 
 
-def run(make: str, paths: list[str], marked: str) -> None:
-    command = [sys.executable, "-m", "tests.accelerator", "-q", "--no-header", *paths, *(["-m", marked] if marked else [])]
+def run(make: str, arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "tests.accelerator", "-q", "--no-header", "--tier", "every", *arguments]
     # Not a part of this run: its tests would wait for their turn behind whoever waits for this one to end (tests/conftest.py).
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = ours | {MAKE: make, LIBRARY: str(built(make))}

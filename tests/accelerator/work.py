@@ -106,7 +106,9 @@ def as_rank(
     held = held_by(RULES[name], num_ranks, num_stages)[rank]
     modules = modules_of(num_stages, directions)
     stages = [bpipe.PipelineStage(modules[i].to(device), i, num_stages, device, directions=directions) for i in held]
-    schedule = RULES[name](stages, num_microbatches, loss_fn=nn.functional.mse_loss, timeout_s=60, **how)
+    schedule = RULES[name](
+        stages, num_microbatches, loss_fn=nn.functional.mse_loss, options=bpipe.Options(**{"timeout_s": 60, **how})
+    )
     for step in range(steps):
         x = batch_of(step, num_microbatches).to(device) * 1  # made on the device, by the caller
         schedule.step(x, target=x, return_outputs=False)
@@ -160,7 +162,7 @@ def failing_as_rank(rank: int, name: str, where: str = "forward", *, num_ranks: 
     """Likewise, as one of several processes."""
     module = modules_of(num_ranks)[rank].to(KIND)
     stage = bpipe.PipelineStage(module, rank, num_ranks, KIND)
-    schedule = RULES[name](stage, num_microbatches, loss_fn=nn.functional.mse_loss, timeout_s=20)
+    schedule = RULES[name](stage, num_microbatches, loss_fn=nn.functional.mse_loss, options=bpipe.Options(timeout_s=20))
     for step in range(2):
         x = batch_of(step, num_microbatches).to(KIND)
         schedule.step(x, target=x, return_outputs=False)

@@ -73,7 +73,9 @@ def main(phase: str) -> None:
         return value
 
     schedule = bpipe.BalancedOneFOneB if phase in LENT else bpipe.OneFOneB
-    pipelines = [Pipeline(rank, size, Setup(schedule=schedule, rows=1000, options={"timeout_s": 20.0}), struck)]
+    pipelines = [
+        Pipeline(rank, size, Setup(schedule=schedule, rows=1000, options={"options": bpipe.Options(timeout_s=20.0)}), struck)
+    ]
     if is_victim and phase == "making":
         pipelines += [Pipeline(rank, size, Setup()) for _ in range(2)]
         kill()

@@ -41,11 +41,6 @@ WORDS: dict[str, Words] = {
 }
 
 
-def by_turns(kind: str) -> bool:
-    """One half of the kinds, for what `make test` does in one of two ways."""
-    return list(WORDS).index(kind) % 2 == 0
-
-
 def places_in(store: Any, size: int) -> list[Place]:
     """Where ranks listen, as far as the store says."""
     found: list[Place] = []

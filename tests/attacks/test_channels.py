@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import product
 from statistics import median
 
 import pytest
@@ -16,13 +15,11 @@ from bpipe.comm.health.collective import Collective
 from bpipe.comm.rendezvous.addresses import Endpoint
 from bpipe.comm.transport.connect import open_connections
 from bpipe.comm.wire.codec import decode
-from tests.attacks.strangers import WORDS, Place, Words, by_turns, strangers_at
+from tests.attacks.strangers import WORDS, Place, Words, strangers_at
 from tests.comm.meetings import quietly, together
 from tests.comm.test_connect import HERE, TOKEN, Line, Together
-from tests.thinned import thinned
+from tests.patience import PATIENCE_S
 from tests.tries import holds_in_one_try
-
-pytestmark = pytest.mark.alone
 
 SIZE = 3
 TIMES = 5
@@ -69,7 +66,7 @@ def open_all(secret: bytes, places: list[Place], first: Sequence[bytes] = ()) ->
     assert all(isinstance(one, dict) for one in found), found
     for index, (one, other) in enumerate(ENDS):
         with found[one][index] as ours, found[other][index] as theirs:
-            theirs.settimeout(5.0)
+            theirs.settimeout(PATIENCE_S)
             ours.sendall(b"%d" % index)
             assert theirs.recv(10) == b"%d" % index
     return max(times)
@@ -85,7 +82,8 @@ def without_limit(places: list[Place], words: Words) -> Iterator[list[int]]:
         yield total
 
 
-@pytest.mark.parametrize("kind, secret", thinned(product(WORDS, SECRETS), lambda kind, secret: by_turns(kind) == bool(secret)))
+@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize("kind", WORDS)
 def test_strangers_slow_no_opening(kind: str, secret: bytes) -> None:
     holds_in_one_try(partial(slower_s, kind, secret), lambda slower: slower < MOST_SLOWER_S)
 
@@ -103,13 +101,8 @@ def slower_s(kind: str, secret: bytes) -> float:
     return median(disturbed) - median(quiet)
 
 
-@pytest.mark.parametrize(
-    "kind, secret",
-    thinned(
-        product(["silent", "partial", "garbage", "another meeting's hello"], SECRETS),
-        lambda kind, secret: by_turns(kind) == bool(secret),
-    ),
-)
+@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize("kind", ["silent", "partial", "garbage", "another meeting's hello"])
 def test_hundreds_who_come_first_slow_no_opening(kind: str, secret: bytes) -> None:
     """More than may wait to be accepted, and than are kept; the ranks come behind them."""
     first = [b"".join(WORDS[kind]()) for _ in range(MANY)]

@@ -16,10 +16,7 @@ from tests.attacks.strangers import WORDS, Place
 from tests.faults.case import Setup
 from tests.faults.pipeline import Pipeline
 from tests.ranks import run_ranks
-from tests.thinned import thinned
 from tests.tries import holds_in_one_try
-
-pytestmark = pytest.mark.alone
 
 LISTENS = "0A"  # a state of /proc/net/tcp
 BLOCK, NUM_BLOCKS = 4, 9  # steps in a block
@@ -36,7 +33,9 @@ def ports_of_this_process() -> list[Place]:
     return [("127.0.0.1", int(row[1][-4:], 16)) for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in inodes]
 
 
-def steps_among_strangers(rank: int, kind: str, shares_memory: bool, secret: str) -> tuple[list[float], list[float], int]:
+def steps_among_strangers(
+    rank: int, kind: str, shares_memory: bool, secret: str, num_blocks: int = NUM_BLOCKS
+) -> tuple[list[float], list[float], int]:
     """The seconds of steps, quiet and disturbed in turn, and how many ports this process listens at because of the pipeline.
 
     Before each disturbed step a stranger comes to each port, from this process but not while it is timed, and stays for a while.
@@ -48,7 +47,7 @@ def steps_among_strangers(rank: int, kind: str, shares_memory: bool, secret: str
     ports = ports_of_this_process()
     quiet: list[float] = []
     disturbed: list[float] = []
-    for _ in range(NUM_BLOCKS):
+    for _ in range(num_blocks):
         quiet += [timed(pipeline) for _ in range(BLOCK)]
         with ExitStack() as strangers:
             for _ in range(BLOCK):
@@ -72,7 +71,7 @@ def timed(pipeline: Pipeline) -> float:
 
 @pytest.mark.parametrize(
     "shares_memory, secret, kind",
-    thinned([(*way, kind) for way in WAYS for kind in KINDS], lambda *case: KINDS.index(case[2]) == WAYS.index(case[:2])),
+    [(*way, kind) for way in WAYS for kind in KINDS],
 )
 def test_strangers_slow_no_step(shares_memory: bool, secret: str, kind: str) -> None:
     def measure() -> list[float]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,17 +10,13 @@ import torch.distributed as dist
 from bpipe.comm.health.links import links
 from bpipe.comm.rendezvous.meeting import meet_peers
 from bpipe.comm.rendezvous.peers import Peers
+from tests.patience import outcomes as together
+
+__all__ = ["meet", "quietly", "store", "together"]
 
 
 def quietly(_: str) -> None:
     """Wait on."""
-
-
-def together(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Make calls in threads of their own, side by side; errors are results."""
-    with ThreadPoolExecutor(len(calls)) as pool:
-        futures: list[Future[Any]] = [pool.submit(call) for call in calls]
-    return [future.exception() or future.result() for future in futures]
 
 
 @pytest.fixture

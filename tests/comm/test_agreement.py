@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bpipe.comm.health.agreement import COMPARED, MOST_STAGES, StepRecord, check
 from bpipe.errors import AgreementError, BPipeError, CommError
+from tests.tiers import examples
 
 RECORDS = st.builds(
     StepRecord,
@@ -29,7 +30,10 @@ RECORDS = st.builds(
     idle=st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple),
     slices=st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple),
     weights=st.lists(st.integers(0, 2**61 - 1), max_size=9).map(tuple),
+    kinds=st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple),
+    settings=st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple),
     revision=st.integers(0, 2**32 - 1),
+    batch_size=st.integers(0, 2**62),
     cut=st.binary(min_size=16, max_size=16),
     form=st.binary(min_size=16, max_size=16),
     states=st.integers(0, 2**64 - 1),
@@ -47,7 +51,7 @@ def ranks(**changes: Any) -> list[StepRecord]:
 
 
 @given(RECORDS)
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_round_trip(record: StepRecord) -> None:
     assert StepRecord.unpack(record.pack()) == record
     assert StepRecord.unpack(record.pack(7), 7) == record
@@ -58,7 +62,7 @@ def test_two_steps_in_a_row_have_the_same_record() -> None:
 
 
 @given(st.binary(max_size=700) | st.binary(max_size=700).map(lambda data: b'["StepRecord",' + data + b"]"))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_random_bytes(data: bytes) -> None:
     with pytest.raises(CommError):
         StepRecord.unpack(data)
@@ -80,7 +84,7 @@ def test_what_all_ranks_have_alike(field: str) -> None:
 
 
 @given(RECORDS, st.integers(0, 10**6), st.integers(1, 255), st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_damaged_records_are_records_or_errors(record: StepRecord, place: int, flip: int, is_cut: bool) -> None:
     data = bytearray(record.pack())
     place %= len(data)

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from bpipe.errors import CommError, ConfigurationError
 from bpipe.schedules import Channel, Purpose
 from tests.faults.case import Setup
 from tests.faults.pipeline import Pipeline
+from tests.patience import PATIENCE_S, outcome
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -158,7 +160,7 @@ def pipelines_and_keys(rank: int, num_pipelines: int) -> list[int]:
     return [counts[0], counts[-1]]
 
 
-@pytest.mark.parametrize("num_pipelines", [5, pytest.param(100, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_pipelines", [5, 100])
 def test_pipelines_leave_no_keys_in_the_store(num_pipelines: int) -> None:
     before = run_ranks(keys_before, 2)
     assert run_ranks(pipelines_and_keys, 2, num_pipelines) == [[count] * 2 for count in before]
@@ -195,7 +197,7 @@ def keys_of_a_meeting_that_failed(rank: int) -> list[int]:
     before = store.num_keys()
     dist.barrier()
     if rank == 0:
-        transport = C10dTransport(None, CPU, timeout_s=0.5)
+        transport = C10dTransport(None, CPU, timeout_s=3.0)  # it has looked for rank 1 by then
         with pytest.raises(CommError, match=r"ranks \[1\] have not reached their first step"):
             transport.exchange(Collective.STEP, b"")
     counts = [before, store.num_keys()]
@@ -232,13 +234,10 @@ def test_removing_keys_does_not_wait_for_a_store_whose_host_is_frozen() -> None:
             keys.add(store, key)
         os.kill(host.pid, signal.SIGSTOP)
         try:
-            began = time.monotonic()
-            keys.remove()
-            keys.wait(0.1)
-            assert time.monotonic() - began < 2.0
+            outcome(lambda: (keys.remove(), keys.wait(0.1)))  # while it is frozen
         finally:
             os.kill(host.pid, signal.SIGCONT)
-        keys.wait(60.0)
+        keys.wait(PATIENCE_S)
         assert not store.check(["first"]) and not store.check(["second"])
         host.communicate()
 
@@ -329,13 +328,15 @@ def test_a_peer_that_leaves_is_an_error() -> None:
 
 
 def cannot_find_its_address(rank: int) -> str:
-    addresses = pytest.MonkeyPatch()
-    addresses.setattr("bpipe.comm.rendezvous.meeting.own_addresses", lambda store: time.sleep(1))
+    addresses, has_given_up = pytest.MonkeyPatch(), threading.Event()
+    addresses.setattr("bpipe.comm.rendezvous.meeting.own_addresses", lambda store: has_given_up.wait())
     transport = C10dTransport(None, CPU, timeout_s=0.2)
     try:
         transport.exchange(Collective.STEP, b"")
     except CommError as error:
         return str(error)
+    finally:
+        has_given_up.set()
     return "nothing"
 
 

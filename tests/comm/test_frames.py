@@ -12,6 +12,7 @@ from bpipe.comm.health.activity import Activity, State, Status
 from bpipe.comm.health.failure import MOST_DETAILS, MOST_TEXT, Cause, Failure
 from bpipe.comm.wire.frames import HEAD, MAX_BODIES, MAX_BODY, ONLY_HELLO, VERSION, Frame, FrameReader, Kind
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError, printable
+from tests.tiers import examples
 
 SIZE = 4  # ranks
 FRAMES = st.builds(Frame, st.sampled_from(Kind), st.integers(0, 2**64 - 1), st.binary(max_size=200))
@@ -32,7 +33,7 @@ STATUSES = st.builds(
 
 
 @given(st.lists(FRAMES, max_size=5), st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_frames_arrive_whatever_pieces_they_travel_in(frames: list[Frame], data: st.DataObject) -> None:
     stream = b"".join(frame.pack() for frame in frames)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
@@ -75,7 +76,7 @@ def test_who_has_not_said_hello_can_say_nothing_else(kind: Kind) -> None:
 
 
 @given(FRAMES, st.integers(0, HEAD.size - 9), st.integers(1, 255))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_damaged_heads_are_frames_or_errors(frame: Frame, place: int, flip: int) -> None:
     damaged = bytearray(frame.pack())
     damaged[place] ^= flip
@@ -110,7 +111,7 @@ def test_statuses_survive_packing(status: Status) -> None:
 
 
 @given(st.binary(max_size=120))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_random_bytes_are_errors_or_sound(data: bytes) -> None:
     for unpack in (lambda: Failure.unpack(data, SIZE), lambda: Status.unpack(data)):
         try:
@@ -121,7 +122,7 @@ def test_random_bytes_are_errors_or_sound(data: bytes) -> None:
 
 
 @given(FAILURES | STATUSES, st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_cut_or_damaged_bodies_are_sound_or_errors(told: Failure | Status, data: st.DataObject) -> None:
     whole = told.pack()
     damaged = bytearray(whole[: data.draw(st.integers(0, len(whole)))])

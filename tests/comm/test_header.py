@@ -29,6 +29,7 @@ from bpipe.comm.wire.header import (
 from bpipe.comm.wire.message import MessageSpec, TensorMeta, dense, flatten_message, meta_of
 from bpipe.errors import CommError
 from tests.comm.strategies import NESTS, WILD_LAYOUTS
+from tests.tiers import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -46,7 +47,7 @@ EXAMPLE = layout_of({"a": [torch.zeros(3, 4).t(), None, 2.5], "b": torch.zeros(2
 
 
 @given(NESTS, st.builds(Subject, st.integers(0, 2**64 - 1), LARGEST, LARGEST))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_layouts_round_trip(value: Any, subject: Subject) -> None:
     spec = layout_of(value)
     data = pack_spec(subject, spec)
@@ -60,7 +61,7 @@ def test_absent_tensors_round_trip() -> None:
 
 
 @given(st.lists(st.integers(0, 2**40), max_size=200))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_evictions_round_trip(sizes: list[int]) -> None:
     assert unpack_eviction(pack_eviction(SUBJECT, 2, sizes), SUBJECT, 2) == sizes
 
@@ -81,7 +82,7 @@ def test_every_flipped_bit_is_noticed(kind: int) -> None:
 
 
 @given(st.sampled_from(sorted(SAMPLES)), st.integers(0, 10**6), st.integers(1, 255), st.binary(max_size=20))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_every_flipped_byte_is_noticed(kind: int, place: int, flip: int, more: bytes) -> None:
     damaged = bytearray(SAMPLES[kind])
     damaged[place % len(damaged)] ^= flip
@@ -99,7 +100,7 @@ def test_every_truncation_is_noticed(kind: int) -> None:
 
 
 @given(st.sampled_from(UNPACK), st.binary(max_size=600) | st.binary(max_size=600).map(lambda data: MAGIC + data))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_random_bytes(unpack: Callable[[bytes, Subject], Any], data: bytes) -> None:
     with pytest.raises(CommError):
         unpack(data, SUBJECT)
@@ -137,7 +138,7 @@ def test_other_kinds(kind: int) -> None:
 @example(MessageSpec('"T"', (TensorMeta((0, 2**62), (2**62, 1), torch.float32, False),)))
 @example(MessageSpec('"T"', (TensorMeta((1,), (2**63 - 1,), torch.float32, False),)))
 @example(MessageSpec('"T"', (TensorMeta((2**31, 2**33, 0), (0, 0, 1), torch.float32, False),)))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_an_accepted_layout_is_one_that_can_be_made(spec: MessageSpec) -> None:
     try:
         accepted = unpack_spec(pack_spec(SUBJECT, spec), SUBJECT)
@@ -153,7 +154,7 @@ def test_an_accepted_layout_is_one_that_can_be_made(spec: MessageSpec) -> None:
 
 @given(st.sampled_from(sorted(SAMPLES)), st.integers(0, 5), st.binary(max_size=60) | st.lists(st.integers(0, 8)).map(bytes))
 @example(SPEC, 1, bytes([254, 0, 0]))  # a dtype that there is not
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_body(kind: int, count: int, body: bytes) -> None:
     data = header._pack(kind, SUBJECT, count, body)
     try:

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from bpipe.comm.rendezvous.interruptible import GivenUpError, Interruptible
+from tests.patience import PATIENCE_S, too_late
 
 
 def test_the_work_hears_why_it_is_given_up() -> None:
@@ -27,7 +28,7 @@ def test_the_work_hears_why_it_is_given_up() -> None:
     interruptible = Interruptible(look)
     with pytest.raises(TimeoutError, match="waited too long: for rank 1"):
         interruptible.run(work)
-    assert ended.wait(10)
+    assert ended.wait(PATIENCE_S), too_late("the work hears that it is given up")
     assert str(heard[0]) == "TimeoutError: waited too long: for rank 1"
 
 

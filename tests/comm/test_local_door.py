@@ -28,7 +28,7 @@ def proofs_with(secret: bytes) -> Proofs:
 
 @contextmanager
 def door_with(secret: bytes) -> Iterator[Door]:
-    door = Door()
+    door = Door(print)
     door.open({0: proofs_with(secret)})
     yield door
     door.close(())
@@ -67,7 +67,7 @@ def test_an_opener_without_the_secret_is_disconnected() -> None:
 def test_an_acceptor_without_the_secret_gets_no_file() -> None:
     """Who has got an acceptor's name otherwise proves nothing by that, even if he lets everybody in."""
     proofs = proofs_with(b"secret")
-    door = Door()
+    door = Door(print)
     door.open({0: proofs._replace(acceptor=proofs_with(b"another").acceptor)})
     assert "has not proved that it belongs to this pipeline" in opened(door, proofs)
     door.close(())
@@ -76,7 +76,7 @@ def test_an_acceptor_without_the_secret_gets_no_file() -> None:
 def test_a_proof_is_not_sent_back_to_where_it_came_from() -> None:
     proofs = proofs_with(b"secret")
     assert proofs.opener != proofs.acceptor
-    door = Door()
+    door = Door(print)
     door.open({0: proofs._replace(acceptor=proofs.opener)})
     assert "has not proved" in opened(door, proofs)
     door.close(())
@@ -101,7 +101,7 @@ def test_other_users_are_strangers(who: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_full_queue_at_the_door_is_waited_for() -> None:
     """Strangers know a door's name, and may fill its queue before the door opens."""
-    door, strangers = Door(), []
+    door, strangers = Door(print), []
     with suppress(BlockingIOError):
         while True:
             strangers.append(socket.socket(socket.AF_UNIX))

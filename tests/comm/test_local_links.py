@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -79,8 +80,8 @@ def beside_strangers(rank: int) -> tuple[int, int, list[str]]:
     strangers, said, file = [], warnings_of_bpipe(), SharedFile()
 
     class BesetDoor(local_door.Door):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, say_why: Callable[[str], None]) -> None:
+            super().__init__(say_why)
             for text in (b"", b"nonsense" * 100, bytes(200)):
                 stranger = socket.socket(socket.AF_UNIX)
                 stranger.connect(self.name)

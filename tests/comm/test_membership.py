@@ -22,6 +22,7 @@ from bpipe.comm.health.watchdog import ANSWERS_S, Timeouts
 from bpipe.comm.rendezvous.peers import MOST_WAITING
 from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
+from tests.tiers import examples
 
 TIMEOUTS = Timeouts(timeout_s=60.0, slow_s=10.0)
 STEP, TRACE = Collective.STEP, Collective.TRACE
@@ -132,7 +133,7 @@ def test_one_that_gives_up_before_its_first_call_is_a_failure() -> None:
 
 
 @given(st.binary(max_size=60), st.integers(0, 2), st.integers(-14, 14).filter(bool))
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_what_is_not_a_part_of_a_call_is_an_error(data: bytes, rank: int, more: int) -> None:
     one, body = member(), Part(STEP, 0, {rank: data}).pack()
     one.begin_call(STEP, b"")
@@ -488,7 +489,7 @@ def run_out(ranks: Ranks) -> None:
 
 
 @given(plays(most_faults=3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_whatever_happens_no_rank_waits_for_ever(play: tuple[Ranks, list[tuple[str, int]]]) -> None:
     """Each one makes all its calls, or raises; and what broke it is something that happened on the rank that it names."""
     ranks, faults = play
@@ -504,7 +505,7 @@ def test_whatever_happens_no_rank_waits_for_ever(play: tuple[Ranks, list[tuple[s
 
 
 @given(plays(most_faults=1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_one_fault_is_the_same_first_failure_on_every_rank(play: tuple[Ranks, list[tuple[str, int]]]) -> None:
     ranks, faults = play
     run_out(ranks)
@@ -520,7 +521,7 @@ def test_one_fault_is_the_same_first_failure_on_every_rank(play: tuple[Ranks, li
 
 
 @given(plays(most_faults=0))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_without_a_fault_all_calls_complete(play: tuple[Ranks, list[tuple[str, int]]]) -> None:
     ranks, _ = play
     ranks.settle()
@@ -635,9 +636,8 @@ def test_late_and_frozen_ranks_are_named_among_many(size: int) -> None:
     assert all(isinstance(error, TransferTimeoutError) and f"for ranks 2, 4, {size - 1} to begin" in str(error) for error in errors)
 
 
-@pytest.mark.exhaustive
 @given(plays(most_faults=4, sizes=(7, 9, 16, 33, 64)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_whatever_happens_among_many_no_rank_waits_for_ever(play: tuple[Ranks, list[tuple[str, int]]]) -> None:
     test_whatever_happens_no_rank_waits_for_ever.hypothesis.inner_test(play)  # type: ignore[attr-defined]
 

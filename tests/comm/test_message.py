@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from bpipe.comm.wire.message import MessageSpec, TensorMeta, bytes_of, dense, flatten_message, meta_of, unflatten_message
 from bpipe.errors import CommError, StageError
 from tests.comm.strategies import NESTS, tensors
+from tests.tiers import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -49,7 +50,7 @@ def same(ones: Any, others: Any) -> bool:
 
 
 @given(NESTS)
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_round_trip(value: Any) -> None:
     tree, parts = flatten_message(value, "stage 0")
     assert same(unflatten_message(tree, [carry(part) for part in parts]), value)
@@ -61,7 +62,7 @@ def test_unusual_plain_values(value: Any) -> None:
 
 
 @given(tensors())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_dense_has_no_gaps_and_keeps_strides(tensor: torch.Tensor) -> None:
     sent = dense(tensor)
     assert torch.ops.aten.is_non_overlapping_and_dense(sent)
@@ -174,7 +175,7 @@ JSON = st.recursive(
 
 
 @given(st.text(max_size=30) | JSON.map(json.dumps), st.integers(0, 3))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_any_nest_is_an_output_or_an_error(tree: str, num_tensors: int) -> None:
     tensors = [torch.zeros(1) for _ in range(num_tensors)]
     with suppress(CommError):

@@ -21,6 +21,8 @@ from bpipe.comm.transport.ring import NUM_CHUNKS, Ring
 from bpipe.comm.transport.socket_channel import Receiver, Sender
 from bpipe.errors import CommError, TransferError
 from bpipe.memory.shared_file import SharedFile, no_memory
+from tests.patience import ended
+from tests.tiers import examples
 
 CHUNK, SMALL = 64, 16  # of these tests
 NAME = "forward messages from rank 0 to 1"
@@ -56,7 +58,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(MESSAGES, st.booleans())
 def test_messages_arrive_whole_and_in_order(messages: list[tuple[list[int], bytes | None]], reads_at_once: bool) -> None:
     """Large and small ones, with and without a note, posted before they are sent or behind, and waited for in any order."""
@@ -77,7 +79,7 @@ def all_arrive(sender: Sender, receiver: Receiver, messages: list[tuple[list[int
     assert all(torch.equal(a, b) for (tensors, _), got in zip(sent, found) for a, b in zip(tensors, got))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(MESSAGES, st.booleans())
 def test_messages_arrive_over_the_connection_if_there_is_no_memory(
     messages: list[tuple[list[int], bytes | None]], reads_at_once: bool
@@ -124,8 +126,8 @@ def test_a_wait_does_not_wait_for_what_is_posted_behind() -> None:
         sender.send(None, [numbers(5, 1)])
         done = threading.Thread(target=first.wait, daemon=True)
         done.start()
-        done.join(5)
-        assert not done.is_alive() and small.item() == 5
+        ended(done)
+        assert small.item() == 5
 
 
 def test_bytes_are_copied_once_in_and_once_out(monkeypatch: pytest.MonkeyPatch) -> None:

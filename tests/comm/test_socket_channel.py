@@ -21,6 +21,8 @@ from hypothesis import strategies as st
 
 from bpipe.comm.transport.socket_channel import LENGTH, MOST_NOTE_BYTES, NOTED, Receiver, Sender
 from bpipe.errors import CommError, TransferError
+from tests.patience import ended
+from tests.tiers import examples
 
 NAME = "forward messages from rank 0 to 1"
 MOST = 1000
@@ -66,7 +68,7 @@ MESSAGES = st.lists(
 
 
 @given(MESSAGES, st.sampled_from([0, 4096]), st.randoms(use_true_random=False))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_what_arrives_is_what_was_sent(messages: list[tuple[bool, list[int]]], room: int, random: Random) -> None:
     """However little the kernel takes at once, and in whatever order receives without a header are waited for."""
     sent = [[numbers(index, size, torch.bfloat16) for size in sizes] for index, (_, sizes) in enumerate(messages)]
@@ -93,8 +95,7 @@ def test_a_send_never_blocks_and_keeps_its_tensors_until_they_are_gone(narrow: P
     assert waiting.is_alive()  # the receiver has read nothing
     landing = torch.empty_like(tensor)
     narrow.receiver.receive([landing]).wait()
-    waiting.join(10)
-    assert not waiting.is_alive()
+    ended(waiting)
     assert torch.equal(landing, tensor)
     assert narrow.receiver.read_header(MOST) == b"behind it"
     small.wait()
@@ -203,6 +204,7 @@ def test_a_receipt_that_failed_fails_again(pair: Pair) -> None:
 PROGRAM = """
 import socket, threading, torch
 from bpipe.comm.transport.socket_channel import Sender
+from tests.tiers import examples
 ours, theirs = socket.socketpair()
 sender = Sender(ours, "a channel")
 transfer = sender.send(None, [torch.zeros(10**7)])
@@ -212,8 +214,8 @@ print("main is done")
 
 
 def test_a_process_ends_though_nobody_reads_what_it_sends() -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
-    assert ended.stdout == "main is done\n"
+    program = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    assert program.stdout == "main is done\n"
 
 
 # Notes.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import threading
-import time
 import weakref
 from functools import partial
 
 import pytest
 
 from bpipe.comm.transport.worker import Worker
+from tests.patience import PATIENCE_S, until
 
 
 class Thing:
@@ -21,12 +21,8 @@ def names() -> list[str]:
     return [thread.name for thread in threading.enumerate()]
 
 
-def ended(name: str) -> bool:
-    """Whether a thread ends soon."""
-    until = time.monotonic() + 10
-    while name in names() and time.monotonic() < until:
-        time.sleep(0.01)
-    return name not in names()
+def wait_for_the_end_of(name: str) -> None:
+    until(lambda: name not in names(), f"the thread {name} ends")
 
 
 def test_jobs_are_done_in_order_and_tell_what_they_gave() -> None:
@@ -34,13 +30,13 @@ def test_jobs_are_done_in_order_and_tell_what_they_gave() -> None:
     futures = [worker.submit(partial(done.append, index)) for index in range(5)]
     failing = worker.submit(partial(divmod, 1, 0))
     last = worker.submit(lambda: "after an error")
-    assert [future.result(10) for future in futures] == [None] * 5
+    assert [future.result(PATIENCE_S) for future in futures] == [None] * 5
     assert done == [0, 1, 2, 3, 4]
     with pytest.raises(ZeroDivisionError):
-        failing.result(10)
-    assert last.result(10) == "after an error"
+        failing.result(PATIENCE_S)
+    assert last.result(PATIENCE_S) == "after an error"
     worker.close()
-    assert ended("in order")
+    wait_for_the_end_of("in order")
 
 
 def test_what_a_job_holds_is_gone_when_it_is_done() -> None:
@@ -50,7 +46,7 @@ def test_what_a_job_holds_is_gone_when_it_is_done() -> None:
         thing = Thing()
         held, future = weakref.ref(thing), worker.submit(partial(id, thing))
         del thing
-        future.result(10)
+        future.result(PATIENCE_S)
         assert held() is None
     worker.close()
 
@@ -60,7 +56,7 @@ def test_a_cancelled_job_is_left_out() -> None:
     first, second, third = worker.submit(go.wait), worker.submit(lambda: 2), worker.submit(lambda: 3)
     assert second.cancel()
     go.set()
-    assert (first.result(10), third.result(10)) == (True, 3)
+    assert (first.result(PATIENCE_S), third.result(PATIENCE_S)) == (True, 3)
     worker.close()
 
 
@@ -69,4 +65,4 @@ def test_a_worker_that_nobody_has_any_more_ends() -> None:
     assert "forgotten" in names()
     del worker
     gc.collect()
-    assert ended("forgotten")
+    wait_for_the_end_of("forgotten")

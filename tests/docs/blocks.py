@@ -5,7 +5,6 @@
     <!-- python
     stage = ...                       Python that runs, but is not shown
     -->
-    <!-- ranks: 8, exhaustive -->     the same, but it takes so long that only `make test-all` runs it
     <!-- not run: it needs a GPU -->  the next block does not run, and why
     <!-- run by tests/fill/test.py --> another test runs the next block
     <!-- output -->                   the next block is what the block before prints; a line `...` stands for any lines
@@ -21,7 +20,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^( *)(`{3,}|~{3,}) *([\w-]*)(.*)$")
-COMMENT = re.compile(r"^ *<!-- (ranks: \d+(?:, exhaustive)?|not run: .+|run by tests/[\w/.]+|output) -->$")
+COMMENT = re.compile(r"^ *<!-- (ranks: \d+|not run: .+|run by tests/[\w/.]+|output) -->$")
 HIDDEN = re.compile(r"^ *<!-- python$")
 INDENTED = re.compile(r"^    (?=(?:bpipe|make|pip|python|torchrun) \S)")
 
@@ -91,7 +90,6 @@ class Program(NamedTuple):
 
     num_ranks: int
     blocks: list[Block]
-    takes_long: bool = False
 
 
 def programs(text: str) -> list[Program]:
@@ -99,7 +97,7 @@ def programs(text: str) -> list[Program]:
     found = [Program(0, [])]
     for block in blocks(text):
         if block.language == "ranks":
-            found.append(Program(int(block.code.partition(",")[0]), [], "exhaustive" in block.code))
+            found.append(Program(int(block.code), []))
         elif block.runs and (block.language == "python" or (block.note == "output" and found[-1].blocks)):
             found[-1].blocks.append(block)
     return [program for program in found if program.blocks]

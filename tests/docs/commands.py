@@ -23,10 +23,6 @@ def is_of_commands(block: Block) -> bool:
     return (block.language in SHELLS and re.match(TAKES, block.code) is not None) or block.language in SHELLS[:-1]
 
 
-def takes_long(block: Block) -> bool:
-    return re.search(r"\bbpipe (advise|search) ", block.code) is not None
-
-
 def run(block: Block) -> None:
     """Run a block's commands; where a command has `$ ` before it, what follows is what it prints."""
     for command, expected in _sessions(block.code):

@@ -18,21 +18,14 @@ import pytest
 from bpipe.schedules import names, unregister
 from bpipe.schedules.registry import OWN_RULES
 from tests.docs.blocks import ROOT, Block, Program, blocks, is_printed, pages, programs
-from tests.docs.commands import is_of_commands, run, takes_long
+from tests.docs.commands import is_of_commands, run
 from tests.ranks import run_ranks
 
 PAGES = pages()
 OTHERS = ("ranks", "python", "text", "css", "html", "bibtex")
-PYTHON = [
-    pytest.param(name, i, id=f"{name}-{i}", marks=pytest.mark.exhaustive if program.takes_long else ())
-    for name, path in PAGES.items()
-    for i, program in enumerate(programs(path.read_text()))
-]
+PYTHON = [(name, i) for name, path in PAGES.items() for i in range(len(programs(path.read_text())))]
 COMMANDS = [
-    pytest.param(name, block.line, id=f"{name}-{block.line}", marks=pytest.mark.exhaustive if takes_long(block) else ())
-    for name, path in PAGES.items()
-    for block in blocks(path.read_text())
-    if block.runs and is_of_commands(block)
+    (name, block.line) for name, path in PAGES.items() for block in blocks(path.read_text()) if block.runs and is_of_commands(block)
 ]
 
 
@@ -117,7 +110,7 @@ def test_a_page_says_what_runs_and_what_is_printed(folder: Path) -> None:
     with pytest.raises(AssertionError, match=r"page.md:11 is not what is printed:\s+1\s+2\s+3\s"):
         execute(wrong, "page.md", {})
     assert programs("<!-- not run: no GPU -->\n```python\n1 / 0\n```\n") == []
-    assert programs("<!-- ranks: 4 -->\n```python\nx\n```\n") == [(4, [("python", "x\n", 3, "")], False)]
+    assert programs("<!-- ranks: 4 -->\n```python\nx\n```\n") == [(4, [("python", "x\n", 3, "")])]
     with pytest.raises(AssertionError, match="ends with 2"):
         run(Block("bash", "bpipe show no_such -p 4 -m 8\n", 1))
     with pytest.raises(AssertionError, match="what is 'rm'"):

@@ -26,16 +26,12 @@ from tests.docs.blocks import ROOT, blocks
 from tests.docs.test_blocks import execute, folder, programs  # noqa: F401
 
 DOCS = ROOT / "docs"
-DRAWN_BY_DEFAULT = ("balanced_1f1b",)
-RULES = [
-    pytest.param(rule, id=rule.name, marks=() if rule.name in DRAWN_BY_DEFAULT else pytest.mark.exhaustive) for rule in OWN_RULES
-]
 
 
 # What is generated.
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", OWN_RULES, ids=lambda rule: rule.name)
 def test_a_page_of_the_gallery_runs(rule: Any, folder: Path) -> None:  # noqa: F811
     page = gallery.page(rule)
     assert f"bpipe.{rule.runs_as}" in page and rule.title in page and rule.peak_text in page and rule.bubble_text in page
@@ -47,7 +43,6 @@ def test_a_page_of_the_gallery_runs(rule: Any, folder: Path) -> None:  # noqa: F
         commands.run(block)
 
 
-@pytest.mark.exhaustive
 def test_the_gallery_has_every_schedule() -> None:
     index = gallery.pages()["gallery/index.md"]
     assert [rule.name for rule in OWN_RULES if f"]({rule.name}.md)" not in index] == []
@@ -186,7 +181,6 @@ class Links(HTMLParser):
             self.linked.append(given["href"])
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_the_site_is_read_from_disk(site: Path) -> None:
     """Pages load nothing from a server, all that they load is there, and so is all that they link to."""
@@ -211,7 +205,6 @@ def test_the_site_is_read_from_disk(site: Path) -> None:
     assert not re.findall(r"url\(\s*['\"]?(?:https?:)?//", styles) and "@import" not in styles
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_the_notebook_s_page_has_what_a_kernel_printed_and_drew(site: Path) -> None:
     text = (site / "quickstart.html").read_text()

@@ -18,15 +18,13 @@ import bpipe
 from bpipe.errors import ConfigurationError
 from tests.dry_run.fake_group import CLASSES, EXAMPLE, RANKS, WIDTH, M, fake_group, make, module_of, stages_on, step_of
 from tests.models import directions_of, mse
-from tests.thinned import thinned
 
 ALL = sorted(CLASSES)
 FEW = 4  # ranks that a loopback runs quickly
 MEMORY = ("peak_bytes", "device_peak_bytes", "static_bytes", "evicted_bytes", "loaded_bytes", "peak_slots")
-STEPPED = ("BalancedOneFOneB", "Interleaved1F1B", "ZBV", "BitPipe")
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(range(RANKS), marks=pytest.mark.exhaustive), [0, RANKS - 1]], ids=["all", "ends"])
+@pytest.mark.parametrize("ranks", [range(RANKS), [0, RANKS - 1]], ids=["all", "ends"])
 @pytest.mark.parametrize("name", ALL)
 def test_every_schedule_is_made_on_every_rank(name: str, ranks: Sequence[int]) -> None:
     """Without an example of any input: nothing is sent before the first step."""
@@ -57,7 +55,7 @@ def in_loopback(schedule: type[bpipe.Schedule]) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("rank", range(FEW))
-@pytest.mark.parametrize("name", thinned([name for name in ALL if name != "LocalLearning"], STEPPED.__contains__))
+@pytest.mark.parametrize("name", [name for name in ALL if name != "LocalLearning"])
 def test_a_step_has_the_shapes_and_the_memory_of_that_rank(name: str, rank: int) -> None:
     """As a loopback of all ranks shows it, in bytes. (Local learning needs stages of another kind.)"""
     schedule = getattr(bpipe, name)
@@ -206,11 +204,36 @@ def test_tensors_without_memory_are_refused() -> None:
         schedule.close()
 
 
+def test_real_tensors_in_a_step_under_the_mode_are_refused_too() -> None:
+    with fake_group(3):
+        schedule = make(bpipe.OneFOneB, stages_on(3, bpipe.OneFOneB, input_args=torch.empty(2, WIDTH)))
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(ConfigurationError, match="FakeTensorMode cannot be"):
+            schedule.step()
+        schedule.close()
+
+
 def test_a_stream_is_refused() -> None:
     module = module_of(0)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with fake_group(0), pytest.raises(ConfigurationError, match="a fake process group has no other ranks"):
         bpipe.Stream(bpipe.PipelineStage(module, 0, RANKS, "cpu"), mse, optimizer)
+
+
+@pytest.mark.parametrize("what", ["a stage", "two stages", "a model", "a model that cannot run"])
+def test_an_automatic_choice_is_refused_before_anything_is_measured(what: str) -> None:
+    """It needs the times of all ranks; a first step without them would be in vain."""
+    with fake_group(0, size=2):
+        stages: Any = [bpipe.PipelineStage(module_of(i), i, 4, "cpu") for i in (0, 2)]
+        models = nn.Sequential(module_of(0), module_of(1)), nn.Sequential(nn.Linear(1, 1), nn.Linear(3, 3))
+        given = {
+            "a stage": bpipe.PipelineStage(module_of(0), 0, 2, "cpu"),
+            "two stages": stages,
+            "a model": models[0],
+            "a model that cannot run": models[1],
+        }[what]
+        batch: Any = M if isinstance(given, (list, bpipe.PipelineStage)) else torch.ones(2 * M, WIDTH)
+        with pytest.raises(ConfigurationError, match=r"auto chooses by the times of all ranks.*bpipe.choose_plan.*bpipe.Loopback"):
+            bpipe.auto(given, batch, mse)
 
 
 def test_a_group_of_another_size_is_refused() -> None:
@@ -243,7 +266,8 @@ def test_fsdp2_and_clipping_over_other_dimensions() -> None:
         schedule.step()
         shapes = [tuple(parameter.grad.to_local().shape) for parameter in module.parameters()]
         assert shapes == [(4, WIDTH), (4,), (2, 2 * WIDTH), (2,)]
-        assert bpipe.clip_grad_norm_(module.parameters(), 1.0, group=mesh["pp"].get_group()) == 0
+        norm = bpipe.clip_grad_norm_(module.parameters(), 1.0, group=mesh["pp"].get_group())
+        assert norm.shape == ()  # torch 2.11 leaves what a fake collective returns as it is in memory
         schedule.close()
 
 

@@ -23,7 +23,7 @@ ONE_STAGE: dict[str, Any] = {
     "1f1b": bpipe.OneFOneB,
     "balanced_1f1b": bpipe.BalancedOneFOneB,
     "bytes": Over(bpipe.OneFOneB, {"budget": "lowest"}),
-    "parts": Over(bpipe.OneFOneB, {"budget": "lowest", "parts": 4, "inside": True}),
+    "parts": Over(bpipe.OneFOneB, {"budget": "lowest", "options": bpipe.Options(parts=4)}),
     "recompute": Over(bpipe.OneFOneB, {"budget": None, "by": "recompute"}),
     "zb_h1": bpipe.ZBH1,
     "zb_h2": bpipe.ZBH2,

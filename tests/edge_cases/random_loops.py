@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from tests.edge_cases import case
 from tests.edge_cases.random_modules import KEEPING, RANDOM, WIDTH, Leaf, Spec, build, specs
+from tests.tiers import examples
 
 NUM_STAGES = 4
 BY_HAND = "BPIPE_RANDOM_LOOPS"  # so many loops, and other ones in each run
@@ -25,11 +26,11 @@ BY_HAND = "BPIPE_RANDOM_LOOPS"  # so many loops, and other ones in each run
 
 def some(number: int, *, are_same: bool = True) -> settings:
     """Settings of a test over so many loops, the same ones in each run."""
-    return settings(max_examples=number, derandomize=are_same, suppress_health_check=[*HealthCheck], deadline=None)
+    return settings(max_examples=examples(number), derandomize=are_same, suppress_health_check=[*HealthCheck], deadline=None)
 
 
 def many(number: int) -> settings:
-    """Those of an exhaustive one, which takes other loops and another number of them where it is told to by hand."""
+    """Those of a long one, which takes other loops and another number of them where it is told to by hand."""
     given = os.environ.get(BY_HAND)
     return some(int(given or number), are_same=given is None)
 

@@ -223,10 +223,9 @@ def first_stage_without_grad(stage: Stage, x: T, key: T) -> Any:
 
 
 def middle_stage_without_grad(stage: Stage, x: T, *rest: T) -> Any:
-    """Until the third step, beside an output of whole numbers."""
+    """Until the third step in most microbatches, beside an output of whole numbers."""
     key = rest[-1]
-    is_off = stage.index == 1 and step_of(key) < 2
-    assert stage.index != 2 or x.requires_grad == (step_of(key) == 2 and torch.is_grad_enabled())
+    is_off = stage.index == 1 and step_of(key) < 2 and draw(key, 6) < 0.7
     with torch.set_grad_enabled(torch.is_grad_enabled() and not is_off):
         y = stage.block(x)
     return y if stage.index == LAST else (y, (y * 9).long(), key)

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils._pytree import register_constant, register_pytree_node
 
+import bpipe
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.model.call import Specs, call_of, microbatches_of
 from bpipe.model.cutting import Cutting
@@ -329,7 +330,7 @@ def numbered(x: torch.Tensor) -> Any:
 UNKNOWN: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "object": (
         Unknown,
-        r" is a tests\.edge_cases\.test_batches\.Unknown, which bpipe does not know how to cut \(make it a dataclass",
+        r" is a tests\.edge_cases\.test_batches\.Unknown, which bpipe does not know how to cut \(if the class is yours",
     ),
     "object in a pytree": (lambda x: {"more": [x, Unknown(x)]}, r"\['more'\]\[1\] is a .*Unknown"),
     "SimpleNamespace": (lambda x: SimpleNamespace(x=x), "types.SimpleNamespace"),
@@ -455,12 +456,12 @@ def test_what_holds_no_samples_is_repeated() -> None:
 
 
 def test_lists_that_are_no_lists_of_samples() -> None:
-    """Hidden states of as many layers as samples, flattened targets, one microbatch."""
+    """Hidden states of as many layers as samples, one microbatch."""
     x = rows_of(0)
     cutting = Cutting(M)
-    parts = cutting.split((x, [x] * ROWS, torch.zeros(ROWS * 5)), None, "args")
+    parts = cutting.split((x, [x] * ROWS), None, "args")
     cutting.check()
-    assert [len(parts[0][1]), len(parts[0][1][0]), len(parts[0][2])] == [ROWS, 2, 10]
+    assert [len(parts[0][1]), len(parts[0][1][0])] == [ROWS, 2]
     for value in ([1] * 4, [torch.zeros(4), torch.zeros(6)]):
         cutting = Cutting(1)
         cutting.split({"more": value}, None, "kwargs")
@@ -531,3 +532,43 @@ def test_a_value_that_holds_itself_is_refused_by_name():
     node.parent = node
     with pytest.raises(ConfigurationError, match=r"^args holds itself"):
         Cutting(4).split((node,), None, "args")
+
+
+class Growing:
+    """Looks like a cache of keys and values: it grows with each forward."""
+
+    def get_seq_length(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("where", ["args", "kwargs", "a target", "a dict", "a tuple", "an evaluation"])
+def test_a_cache_is_left_out_or_given_by_microbatch(where: str) -> None:
+    """No class of the user's to register, and none to repeat: all microbatches would share it."""
+    cutting, cache = Cutting(M), Growing()
+    values: dict[str, tuple[str, Any]] = {
+        "args": ("args", (rows_of(0), cache)),
+        "kwargs": ("kwargs", {"past_key_values": cache}),
+        "a target": ("the target", cache),
+        "a dict": ("kwargs", {"more": {"cache": cache}}),
+        "a tuple": ("args", (rows_of(0), (rows_of(0), cache))),
+        "an evaluation": ("kwargs", {"x": rows_of(0), "cache": cache}),
+    }
+    name, value = values[where]
+    own = {"args": "arg", "kwargs": "kwarg"}.get(name, "target")
+    told = rf"{name}.* is a .*Growing, which all microbatches would share: leave it out .* each microbatch its own: step\({own}_mbs"
+    with pytest.raises(ConfigurationError, match=told):
+        cutting.split(value, None, name)
+
+
+def test_the_caches_of_microbatches_are_given_by_microbatch() -> None:
+    seen = []
+
+    class Takes(nn.Linear):
+        def forward(self, x: torch.Tensor, cache: Any = None) -> torch.Tensor:
+            seen.append(cache)
+            return super().forward(x)
+
+    schedule = bpipe.OneFOneB(bpipe.PipelineStage(Takes(3, 3), 0, 1, "cpu", group=bpipe.Loopback(1).rank(0)), 2)
+    caches = [Growing(), Growing()]
+    schedule.eval(arg_mbs=[(torch.ones(2, 3),)] * 2, kwarg_mbs=[{"cache": one} for one in caches])
+    assert seen == caches

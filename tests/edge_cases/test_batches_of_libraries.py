@@ -203,5 +203,5 @@ def test_a_model_output_is_cut_and_a_cache_is_refused(tokenizer: Any) -> None:
 
     make = lambda x: BaseModelOutput(last_hidden_state=x, hidden_states=(x, x))  # noqa: E731
     case_of(make, lambda b: b.last_hidden_state + b["hidden_states"][1]).check(["1f1b"])
-    with pytest.raises(ConfigurationError, match=r"kwargs\['cache'\] is a transformers\.cache_utils\.DynamicCache, which bpipe"):
+    with pytest.raises(ConfigurationError, match=r"kwargs\['cache'\] is a transformers\.cache_utils\.DynamicCache, which all"):
         Cutting(M).split({"cache": DynamicCache()}, None, "kwargs")

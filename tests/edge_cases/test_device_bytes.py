@@ -166,7 +166,9 @@ def from_plan(rule: str) -> OneStageEach:
 BY_COUNT: dict[str, Any] = {
     "the class": bpipe.BalancedOneFOneB,
     "budget=None": Over(bpipe.OneFOneB, {"budget": None}),
-    "slots=": OneStageEach(lambda of, m, loss_fn: bpipe.OneFOneB(of, m, loss_fn, slots=[3, None, None, None])),
+    "slots=": OneStageEach(
+        lambda of, m, loss_fn: bpipe.OneFOneB(of, m, loss_fn, options=bpipe.Options(slots=[3, None, None, None]))
+    ),
     "a plan": from_plan("fewest"),
     "an eager plan": from_plan("eager"),
 }

@@ -20,6 +20,7 @@ from bpipe.engine.settings import changed
 from bpipe.errors import RankFailedError, format_error
 from bpipe.model.preserve_state import preserved_state
 from bpipe.parallel.fsdp import Sharding
+from bpipe.schedules import Destinations
 from tests.edge_cases.case import SCHEDULES, pipeline
 from tests.models import WIDTH, Block, batch_of, held_by
 from tests.over import Over
@@ -174,7 +175,7 @@ def failures(rank: int, places: list[str], how: str, schedule: Any, p: int, num_
     return wrong
 
 
-INSIDE = Over(bpipe.OneFOneB, {"budget": "lowest", "parts": 4, "inside": True})
+PARTS = Over(bpipe.OneFOneB, {"budget": "lowest", "options": bpipe.Options(parts=4), "to": Destinations(host="only")})
 RECOMPUTED = Over(bpipe.OneFOneB, {"budget": None, "by": "recompute"})
 SETUPS: dict[str, tuple[Any, ...]] = {
     "casting": ("fsdp", bpipe.OneFOneB, 2, 0, {"policy": CASTING}),
@@ -183,11 +184,11 @@ SETUPS: dict[str, tuple[Any, ...]] = {
     "breadth first": ("fsdp", bpipe.BreadthFirst, 2, 0, {"policy": CASTING}),
     "halves not in the plan": ("fsdp", bpipe.ZBH1, 2, 1, {"reshard": False}),
     "sharded": ("fsdp", bpipe.Interleaved1F1B, 1, 0, {"policy": CASTING}),
-    "inside": ("fsdp", INSIDE, 2, 2, {"policy": CASTING}),
+    "parts": ("fsdp", PARTS, 2, 2, {"policy": CASTING}),
     "recomputed": ("fsdp", RECOMPUTED, 2, 0, {"policy": CASTING}),
     "ddp": ("ddp", bpipe.OneFOneB, 2, 0, {}),
     "plain": ("", bpipe.ZBH1, 2, 0, {}),
-    "plain inside": ("", INSIDE, 2, 2, {}),
+    "plain parts": ("", PARTS, 2, 2, {}),
 }
 
 
@@ -199,7 +200,7 @@ def everywhere(rank: int) -> dict[str, list[str]]:
 
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, list[str]]]:
-    return run_ranks(everywhere, 2, timeout_s=150)
+    return run_ranks(everywhere, 2)
 
 
 @pytest.mark.parametrize("name", SETUPS)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 LOWEST = {"budget": "lowest"}
 WAYS: dict[str, dict[str, Any]] = {
     "whole": LOWEST,
-    "inside": {**LOWEST, "parts": 4, "inside": True},
+    "parts": {**LOWEST, "parts": 4},
     "host": {**LOWEST, "to": Destinations(host="only")},
     "recompute": {**LOWEST, "by": "recompute"},
 }
@@ -307,7 +307,7 @@ def test_in_order_under_other_schedules(schedule, make):
     assert_plains(at(2, make), schedule, measure="in_order")
 
 
-@pytest.mark.parametrize("way", [WAYS["inside"], WAYS["host"], WAYS["recompute"]], ids=["inside", "host", "recompute"])
+@pytest.mark.parametrize("way", [WAYS["parts"], WAYS["host"], WAYS["recompute"]], ids=["parts", "host", "recompute"])
 def test_in_order_whatever_the_balance_is_by(way):
     assert_plains(at(1, Inside), bpipe.OneFOneB, measure="in_order", **way)
 
@@ -391,7 +391,7 @@ def test_attributes_that_a_backward_changes_are_warned_of(caplog):
 
 
 def test_measured_in_order_the_sizes_are_the_same():
-    for schedule, way in ((bpipe.OneFOneB, "inside"), (bpipe.GPipe, "recompute"), (bpipe.ZBV, "whole")):
+    for schedule, way in ((bpipe.OneFOneB, "parts"), (bpipe.GPipe, "recompute"), (bpipe.ZBV, "whole")):
         found = [planned(schedule, {**WAYS[way], "measure": measure}) for measure in ("auto", "in_order")]
         assert found[0] == found[1]
 

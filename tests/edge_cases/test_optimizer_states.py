@@ -193,6 +193,47 @@ def test_an_optimizer_of_another_kind_is_given():
         bpipe.Balanced(pipeline(bpipe.OneFOneB, linears(), mse)[1][0], optimizer="none")
 
 
+SEVERAL = {
+    "a list": list,
+    "a tuple": tuple,
+    "by name": lambda both: dict(zip(("first", "second"), both)),
+    "an iterator": iter,
+    "one of another kind": lambda both: [both[0], Wrapped(both[1])],
+    "a container with a mapping": lambda both: Wrapped(both[0], both[1]),
+}
+
+
+class Wrapped:
+    """Has the states of the optimizers inside it."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+
+    @property
+    def state(self):
+        return {key: value for one in self.optimizers for key, value in one.state.items()}
+
+
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_several_optimizers_are_given(kind):
+    """Their states count from the first step on, as those of one that has all parameters."""
+    static = []
+    for several in (False, True):
+        (module,) = linears()[:1]
+        parameters = list(module.parameters())
+        parts = (parameters[:1], parameters[1:]) if several else (parameters,)
+        optimizers = [torch.optim.Adam(part) for part in parts]
+        module(torch.ones(1, parameters[0].shape[1])).sum().backward()
+        for one in optimizers:
+            one.state.update({p: {"a": p.detach() + 0, "b": p.detach() + 0} for group in one.param_groups for p in group["params"]})
+        stage = bpipe.PipelineStage(module, 0, 1, "cpu", group=bpipe.Loopback(1).rank(0))
+        given = SEVERAL[kind](optimizers) if several else optimizers[0]
+        schedule = bpipe.Balanced(bpipe.OneFOneB(stage, 2, mse), "lowest", optimizer=given)
+        schedule.step(torch.ones(4, parameters[0].shape[1]), target=torch.ones(4, parameters[0].shape[0]))
+        static.append((schedule.session.context.states.of(schedule.session.context.modules), schedule.stats["peak_bytes"]))
+    assert static[0] == static[1] and static[0][0] == 2 * sum(p.nbytes for p in parameters)
+
+
 def num_hooks() -> int:
     return len(_global_optimizer_post_hooks)
 
@@ -225,7 +266,7 @@ def test_optimizers_are_remembered_weakly():
 # Budgets that optimizers overrun.
 
 EVEN = batch_of("quiet", 2 * M)[0]
-WAYS: dict[str, dict[str, Any]] = {"evict": {}, "parts": {"parts": 2, "inside": True}, "recompute": {"by": "recompute"}}
+WAYS: dict[str, dict[str, Any]] = {"evict": {}, "parts": {"options": bpipe.Options(parts=2)}, "recompute": {"by": "recompute"}}
 
 
 def wide_step(schedules: Sequence[Any], loopback: bpipe.Loopback) -> None:

@@ -19,6 +19,7 @@ from bpipe.errors import ConfigurationError, StageError
 from bpipe.model.pytree import leaves_of
 from tests.edge_cases.case import NUM_STAGES, SCHEDULES, M, pipeline
 from tests.edge_cases.test_batches import AttributeDict, Bag, Graph, Images, Layer, Pair, Unknown, jagged, rows_of
+from tests.over import nested
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")]
 
@@ -187,15 +188,15 @@ def test_specs_that_do_not_fit_are_refused_at_the_first_forward() -> None:
     refused(raised)
 
 
-@pytest.mark.parametrize("name", ["args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec"])
+@pytest.mark.parametrize("name", ["args_chunk_spec", "kwargs_chunk_spec", "target_chunk_spec", "output_merge_spec"])
 @pytest.mark.parametrize("spec", [0, (0,), {"x": 1}, (TensorChunkSpec(0), "x"), [TensorChunkSpec(None)], Output(torch.ones(1))])
 def test_what_is_no_spec_is_refused_by_the_constructor(name: str, spec: Any) -> None:
     """A bare number among them, which said nothing, so that the whole batch went to every microbatch."""
     loopback = bpipe.Loopback(1)
     stage = bpipe.PipelineStage(Layer(), 0, 1, "cpu", loopback.rank(0))
     with pytest.raises(ConfigurationError, match=rf"^{name} contains a \w+, .*: give TensorChunkSpec\(dim\)"):
-        bpipe.OneFOneB(stage, M, **{name: spec})
-    bpipe.OneFOneB(stage, M, **{name: (TensorChunkSpec(0), None, _Replicate, _Replicate())})
+        bpipe.OneFOneB(stage, M, **nested({name: spec}))
+    bpipe.OneFOneB(stage, M, **nested({name: (TensorChunkSpec(0), None, _Replicate, _Replicate())}))
 
 
 def test_nested_outputs_of_an_evaluation() -> None:
@@ -210,3 +211,85 @@ def test_nested_outputs_of_an_evaluation() -> None:
     x = rows_of(0)
     for one, other in zip(schedule.eval(jagged(x)).unbind(), jagged(x).unbind(), strict=True):
         assert torch.equal(one, other * 2)
+
+
+# Outputs that do not fit together, which nobody knows before the last stage has run them all
+
+LENGTHS = [3, 5, 3, 4, 1, 2, 3, 6]
+
+
+class ByNumber(Layer):
+    """Wraps the output of each microbatch in another way, by how many rows it has seen."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor, int], Any]) -> None:
+        super().__init__()
+        self.wrap, self.number = wrap, 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.number += 1
+        return self.wrap(super().forward(x), (self.number - 1) % M)
+
+
+UNEQUAL: dict[str, tuple[Callable[[torch.Tensor, int], Any], dict[str, Any]]] = {
+    "lengths": (lambda y, i: y[:, : 1 + i % 4], {}),
+    "another number of dimensions": (lambda y, i: y if i % 2 else y[..., None], {}),
+    "a key more": (lambda y, i: {"y": y} if i else {"y": y, "first": y}, {}),
+    "an entry more": (lambda y, i: (y,) * (1 + i % 2), {}),
+    "nothing for some": (lambda y, i: (y, None if i == 2 else y), {}),
+    "another type": (lambda y, i: [y] if i == M - 1 else (y,), {}),
+    "a reducer over lengths": (lambda y, i: y[:, : 1 + i % 4], {"output_merge_spec": sum_reducer}),
+    "lengths beside a spec": (lambda y, i: y[:1] if i == 3 else y, {"output_merge_spec": TensorChunkSpec(1)}),
+}
+
+
+def alone(modules: list[Any], xs: list[torch.Tensor], loss_fn: Callable[..., torch.Tensor]) -> list[Any]:
+    """The outputs of the microbatches in a single process, which trains, too."""
+    outputs = []
+    for x in xs:
+        for module in modules:
+            x = module(x)
+        (loss_fn(x, x) / M).backward()
+        outputs.append(x)
+    return outputs
+
+
+@pytest.mark.parametrize("kind", UNEQUAL)
+@pytest.mark.parametrize("schedule", [bpipe.OneFOneB, bpipe.GPipe])
+def test_outputs_that_do_not_fit_together_are_a_list(kind: str, schedule: Any) -> None:
+    """One for each microbatch, and the step counts: gradients are those of a single process, and the next step runs."""
+    wrap, options = UNEQUAL[kind]
+    make = lambda: [*(Layer() for _ in range(NUM_STAGES - 1)), ByNumber(wrap)]  # noqa: E731
+    loss_fn = lambda output, target: tensor_in(output).square().mean()  # noqa: E731
+    torch.manual_seed(0)
+    modules = make()
+    torch.manual_seed(0)
+    others = make()
+    loopback, schedules = pipeline(schedule, modules, loss_fn)
+    schedules = [schedule(list(one.session.context.stages.values()), M, loss_fn=loss_fn, **options) for one in schedules]
+    for step in range(2):
+        found = loopback.step(schedules, rows_of(step), target=rows_of(step))
+        expected = alone(others, list(rows_of(step).chunk(M)), loss_fn)
+        assert type(found) is list
+        assert len(found) == M
+        for one, other in zip(found, expected, strict=True):
+            assert tree_structure(one) == tree_structure(other)
+            assert all(map(torch.equal, leaves_of_tensors(one), leaves_of_tensors(other)))
+            assert not any(leaf.requires_grad for leaf in leaves_of_tensors(one))
+    for module, other in zip(modules, others, strict=True):
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), other.parameters(), strict=True))
+
+
+def leaves_of_tensors(output: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_microbatches_of_several_lengths_return_theirs(is_training: bool) -> None:
+    """In an evaluation, too; and a batch of one length comes back as one tensor in the next step."""
+    modules = [Layer() for _ in range(NUM_STAGES)]
+    loopback, schedules = pipeline(bpipe.OneFOneB, modules, F.mse_loss)
+    xs = [torch.randn(1, length, 4) for length in LENGTHS]
+    run_it = loopback.step if is_training else loopback.eval
+    found = run_it(schedules, arg_mbs=[(x,) for x in xs], target_mbs=xs)
+    assert [one.shape for one in found] == [x.shape for x in xs]
+    assert loopback.step(schedules, rows_of(0), target=rows_of(1)).shape == rows_of(0).shape

@@ -33,6 +33,7 @@ KINDS: dict[str, Any] = {
     "not merged": test_outputs.REFUSED,
     "random": test_recompute.RANDOM,
     "state": test_recompute.STATE,
+    "changed": test_recompute.CHANGED,
     "buffers": test_recompute.BUFFERS,
     "differs": test_recompute.UNKNOWN,
 }

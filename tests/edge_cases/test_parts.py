@@ -12,21 +12,19 @@ from torch.nn import functional as F
 
 import bpipe
 import tests.edge_cases.case as cases
-from bpipe.engine.piecewise import PiecesOf
 from bpipe.memory.saved.footprint import Footprint
-from bpipe.schedules import Action, Destinations, Op, Sizes, StageSizes
+from bpipe.schedules import Destinations, Sizes, StageSizes
 from tests.edge_cases.case import NUM_STAGES, SCHEDULES, Batch, Case, M
 from tests.models import WIDTH, batch_of
 from tests.over import Over
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HOST = {"budget": "lowest", "parts": 4, "to": Destinations(host="only")}
+HOST = {"budget": "lowest", "options": bpipe.Options(parts=4), "to": Destinations(host="only")}
 MOVING: dict[str, Any] = {
     "parts": SCHEDULES["parts"],
     "host": Over(bpipe.GPipe, HOST),
-    "host inside": Over(bpipe.GPipe, {**HOST, "inside": True}),
-    "halves": Over(bpipe.ZBH1, {**HOST, "inside": True}),
+    "halves": Over(bpipe.ZBH1, HOST),
 }
 
 
@@ -160,11 +158,11 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch, names: Any = tuple(MOVING
 # Modules, the steps that it takes, and the schedules that they run under: each of these for some.
 KINDS: list[tuple[Any, int, list[str]]] = [
     (ByValue, 3, ["parts"]),
-    (Growing, 3, ["host inside"]),
+    (Growing, 3, ["host"]),
     (GrowingInside, 2, ["parts", "halves"]),
     (Shrinking, 2, ["host"]),
     (LargeThenSmall, 4, ["host"]),
-    (EmptyFirst, 2, ["parts", "host inside"]),
+    (EmptyFirst, 2, ["parts", "host"]),
     (Skipping, 2, ["parts", "halves"]),
     (Experts, 2, ["parts", "host"]),
     (Recursive, 2, ["parts"]),
@@ -220,18 +218,9 @@ def test_an_evaluation_between_steps_changes_nothing(monkeypatch: pytest.MonkeyP
 def test_sizes_by_hand_with_other_parts_than_are_found(num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = StageSizes(parts=(100_000,) * num_parts, sent=2048, received=2048)
     given = Sizes(stages=(sizes,) * NUM_STAGES, static=(0,) * NUM_STAGES)
-    options = {"budget": "lowest", "sizes": given, "inside": True, "parts": 9, "to": Destinations(host="only")}
+    options = {"budget": "lowest", "sizes": given, "options": bpipe.Options(parts=9), "to": Destinations(host="only")}
     monkeypatch.setitem(MOVING, "by hand", Over(bpipe.GPipe, options))
     check(case_of(ByValue, 2), monkeypatch, ["by hand"])
-
-
-def test_a_forward_never_goes_beyond_its_last_piece() -> None:
-    begun: list[int] = []
-    pieces = PiecesOf(Action(Op.F, 0, 0, part=1), 2, lambda piece: begun.append(piece.part))
-    for part in (1, 2, 3, 4):
-        pieces.reach(part)
-    pieces.finish()
-    assert begun == [2]
 
 
 @pytest.mark.parametrize("parts, counted", [((1, 2, 3, 4), (1, 9)), ((1, 2), (1, 2)), ((5,), (5, 0)), ((), (10, 0))])

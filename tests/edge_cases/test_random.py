@@ -16,7 +16,6 @@ def test_random_loops_equal_a_single_process(loop: Loop) -> None:
     assert piped(loop).differences(alone(loop)) == []
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 @many(150)
 @given(loop=loops())

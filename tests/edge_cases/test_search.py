@@ -129,17 +129,17 @@ def test_a_tensor_that_is_made_another_one_is_seen(kind):
 
 def in_a_list(stage: Any, x: torch.Tensor) -> Any:
     if not stage.held and x.sum() > 0:
-        stage.held.append(seeded())
+        stage.held = [seeded()]
     return of_torch(stage.held[0], x) if stage.held else 1
 
 
 def in_a_namespace(stage: Any, x: torch.Tensor) -> Any:
-    if "counter" not in stage.held and x.sum() > 0:
-        stage.held["counter"] = types.SimpleNamespace(calls=0)
-    if "counter" not in stage.held:
+    if stage.held is None and x.sum() > 0:
+        stage.held = types.SimpleNamespace(calls=0)
+    if stage.held is None:
         return 1
-    stage.held["counter"].calls += 1
-    return 1 / stage.held["counter"].calls
+    stage.held.calls += 1
+    return 1 / stage.held.calls
 
 
 def in_a_buffer(stage: Any, x: torch.Tensor) -> Any:
@@ -151,7 +151,7 @@ def in_a_buffer(stage: Any, x: torch.Tensor) -> Any:
 
 LATE: dict[str, Any] = {
     "a generator": (in_a_list, lambda s: setattr(s, "held", [])),
-    "a counter": (in_a_namespace, lambda s: setattr(s, "held", {})),
+    "a counter": (in_a_namespace, lambda s: setattr(s, "held", None)),
     "a larger buffer": (in_a_buffer, lambda s: s.register_buffer("total", torch.zeros(1))),
 }
 

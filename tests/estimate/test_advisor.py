@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bpipe.api.options import Options
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.advisor import advise
 from bpipe.estimate.devices import GIB, device_named
@@ -54,7 +55,7 @@ def test_recomputing_a_layer_needs_room() -> None:
     found = next(one for one in advise(MODEL, **setup).candidates if one.schedule == "1f1b" and not one.is_balanced)
     for missing in (0, 1):
         memory = max(found.device_peak_bytes) + found.working_bytes - missing
-        advice = advise(MODEL, memory_bytes=memory, reserved_bytes=found.working_bytes // 2, **setup)
+        advice = advise(MODEL, memory_bytes=memory, options=Options(reserve_bytes=found.working_bytes // 2), **setup)
         one = next(one for one in advice.candidates if one.schedule == "1f1b" and not one.is_balanced)
         assert one.fits is (missing == 0) and "are for recomputing a layer" in one.reason
 
@@ -118,7 +119,7 @@ def test_json() -> None:
 
 def test_progress() -> None:
     seen: list[tuple[int, int]] = []
-    advise(MODEL, microbatch_sizes=[1, 2], progress=lambda done, total: seen.append((done, total)), **SETUP)
+    advise(MODEL, microbatch_sizes=[1, 2], options=Options(progress=lambda *told: seen.append(told)), **SETUP)
     assert seen == [(done, 4) for done in range(5)]  # none and full; fused attention has nothing to recompute selectively
 
 
@@ -127,7 +128,7 @@ def test_progress() -> None:
 
 def test_measured_stages() -> None:
     static = STAGE.static_bytes()
-    setup: dict[str, Any] = {"batch": 64, "num_stages": 8, "reserved_bytes": 0, "memory_bytes": static + 1200}
+    setup: dict[str, Any] = {"batch": 64, "num_stages": 8, "options": Options(reserve_bytes=0), "memory_bytes": static + 1200}
     gains = advise(stage({1: 1.0, 2: 1.6}), **setup)  # plain: 8 x 100 or 16 x 100; balanced: 10 x 100
     assert first_line(gains).startswith("Balance: ") and "gains 25.0% per stage" in first_line(gains)
     assert {one.recomputation for one in gains.candidates} == {"as measured"}
@@ -158,8 +159,8 @@ def test_measured_stages_of_unequal_length() -> None:
         ({"device": None}, "how much memory"),
         ({"device": None, "memory_bytes": GIB}, "how fast is a device"),
         ({"memory_bytes": 0}, "memory_bytes=0"),
-        ({"reserved_bytes": -1}, "reserved_bytes=-1"),
-        ({"reserved_bytes": 5 * GIB}, "leave nothing"),
+        ({"options": Options(reserve_bytes=5 * GIB)}, "leaves nothing"),
+        ({"options": Options(effort=5)}, "advise does not use effort"),
         ({"num_stages": None}, "into how many stages"),
         ({"num_stages": 0}, "num_stages=0"),
         ({"num_stages": []}, "num_stages is empty"),
@@ -187,7 +188,6 @@ def test_measured_stages_of_unequal_length() -> None:
         ({"recomputations": []}, "recomputations is empty"),
         ({"precision": "bf61"}, "did you mean 'bf16'"),
         ({"precision": "fp32", "device": "a100-80gb"}, "known for 16 bits"),
-        ({"bytes_per_parameter": 0}, "bytes_per_parameter=0"),
         ({"layers": [1, 2]}, "give 8 numbers that make 16"),
         ({"layers": 5}, r"layers=\(5,\)"),
         ({"link": "nvlnk3"}, "did you mean 'nvlink3'"),

@@ -24,6 +24,7 @@ from bpipe.plan.action import HOST, START_OF
 from bpipe.schedules import Action, Costs, Destinations, Lane, Link, Op, Plan, StageSizes, build, finish, simulate
 from bpipe.tools.measured import Measured
 from tests.models import Block, mse
+from tests.tiers import examples
 
 P, M = 4, 8
 PLANS = {
@@ -120,7 +121,7 @@ def costs_of_stages(draw: st.DrawFn, latencies: st.SearchStrategy[float]) -> Cos
     )
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from(sorted(PLANS.keys() - {"slices"})), costs_of_stages(st.sampled_from([0.0, 0.001, 0.004])))
 def test_links_and_seconds_come_back(name: str, costs: Costs) -> None:
     plan = PLANS[name]
@@ -154,7 +155,7 @@ def test_links_and_seconds_come_back(name: str, costs: Costs) -> None:
             assert mine.latency_s == pytest.approx(expected.latency_s, abs=1e-6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.sampled_from(["1f1b", "gpipe", "halves"]), costs_of_stages(st.just(0.0)), st.sampled_from([1.1, 1.5, 3.0]))
 def test_slowdown_comes_back(name: str, costs: Costs, slowdown: float) -> None:
     """Where computations with as many and with fewer transfers beside them are there; else the costs are as slow as the trace."""

@@ -147,6 +147,18 @@ def test_costs_of_halves() -> None:
     assert simulate(build("zb_h1", 2, 1), costs).work_s(0) == 1.0 + 1.25 + 0.5
 
 
+def test_equal_stages_take_exactly_as_long() -> None:
+    """Sums of those before would round the later ones, and so decide which of two equal plans is the faster one."""
+    odd = replace(STAGE, measurements=(replace(ONE, forward_s=0.1, backward_s=0.24, input_s=0.13, weight_s=0.11),))
+    costs = costs_of([odd] * 5, 2)
+    assert [{*series} for series in (costs.forward_s, costs.backward_s, costs.input_s, costs.weight_s)] == [
+        {0.1},
+        {0.24},
+        {0.13},
+        {0.11},
+    ]
+
+
 def test_sizes_that_were_not_measured() -> None:
     with pytest.raises(ConfigurationError, match=r"microbatch size 4 of Stage was not measured, only 2"):
         costs_of([STAGE], 4)

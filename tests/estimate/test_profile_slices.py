@@ -15,6 +15,7 @@ from bpipe.errors import ConfigurationError, StageError
 from bpipe.estimate import SliceMeasurement, SliceProfile, costs_of_slices
 from bpipe.partition import slice_lengths
 from bpipe.schedules import Action, Op, build, simulate
+from tests.clock import Clock
 from tests.slices.models import KINDS, WIDTH, Stage, Whole, batch_of, stages_of
 from tests.slices.test_run import by_themselves, furthest, run, taken
 
@@ -31,9 +32,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-LATE_S = 0.2  # how late a sleeper may wake up
 
 
 class Sleeper(torch.autograd.Function):
@@ -66,8 +64,8 @@ class Sleepy(nn.Module):
         return Sleeper.apply(x * self.weight, seconds), length
 
 
-def test_times_are_those_of_each_slice() -> None:
-    """A stage that sleeps takes at least its time, and on a busy machine a little more."""
+def test_times_are_those_of_each_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock().patch_all(monkeypatch)
     stage = Sleepy()
     profile = bpipe.profile_slices(stage, torch.randn(1, 64, 2), [8, 32, 64], repeats=3)
     assert [(one.length, one.context) for one in profile.measurements] == [
@@ -81,7 +79,7 @@ def test_times_are_those_of_each_slice() -> None:
     ]
     for one in profile.measurements:
         forward_s = OF_TIME + PER_POSITION * one.length + PER_PAIR * one.length * (2 * one.context + one.length)
-        assert forward_s <= one.forward_s < forward_s + LATE_S and 2 * forward_s <= one.backward_s < 2 * forward_s + LATE_S
+        assert (one.forward_s, one.backward_s) == pytest.approx((forward_s, 2 * forward_s), abs=1e-6)
     assert (4, 8, 8, 8, 8) in stage.seen and (16, 32) in stage.seen  # earlier slices have its length, the first one the rest
     assert stage.weight.grad is None
 
@@ -143,7 +141,7 @@ def test_profile_choose_and_run(kind: str) -> None:
     assert {one.length for one in profile.measurements} == {3, 6, 12, 24, 48}
     lengths = slice_lengths(48, profile.seconds, num_stages=3, num_microbatches=3, multiple_of=4)
     expected = by_themselves(modules, 3, batch)
-    run(modules, bpipe.Seq1F1B, 3, batch, slices=len(lengths), slice_lengths=lengths)
+    run(modules, bpipe.Seq1F1B, 3, batch, slices=len(lengths), options=bpipe.Options(slice_lengths=lengths))
     assert furthest(taken(modules), expected) < 1e-12
 
 

@@ -10,7 +10,7 @@ from bpipe.__main__ import main
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import Execution, Transformer
 from bpipe.estimate.square_cube import IN_8_BITS, hides_from
-from bpipe.estimate.stages import stages_of
+from bpipe.estimate.stages import layer_costs
 from bpipe.tools.quantities import bytes_per_second_of
 
 GPT = Transformer(num_layers=24, hidden=1024, num_heads=4, sequence=512, vocabulary=50257)
@@ -25,8 +25,8 @@ def test_a_message_takes_as_long_as_a_forward_there(model: Transformer, executio
     width = hides_from(model, execution, layers=6, **rates)
     for hidden, hides in ((width - width % -4, True), (width - width % 4 - 32, False)):
         one = replace(model, hidden=hidden, ffn=round(hidden * model.ffn_hidden / model.hidden))
-        stage = stages_of(one, execution, num_stages=4, microbatch_size=2)[1]
-        assert (stage.message_bytes / rates["bytes_per_s"] <= stage.forward_flops / rates["flops_per_s"] * (1 + 1e-3)) is hides
+        layer = layer_costs(one, execution, 2, flops_per_s=rates["flops_per_s"], bytes_per_parameter=18)[1]
+        assert (layer.output_bytes / rates["bytes_per_s"] <= 6 * layer.forward_s * (1 + 1e-3)) is hides
 
 
 def test_8_bits_halve_what_the_width_needs() -> None:

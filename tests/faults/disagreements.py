@@ -83,7 +83,7 @@ def too_many_ranks(scene: Scene) -> None:
 
 
 def balanced(slots: int) -> Setup:
-    return Setup(schedule=bpipe.BalancedOneFOneB, m=8, options={"slots": slots})
+    return Setup(schedule=bpipe.BalancedOneFOneB, m=8, options={"options": bpipe.Options(slots=slots)})
 
 
 def budget(num_bytes: int) -> Setup:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.faults.scene import Scene
+from tests.patience import until
 
 Effect = Callable[[Scene, Any], Any]
 
@@ -59,6 +60,19 @@ def send(number: signal.Signals, *pids: int) -> None:
     for pid in pids:
         os.kill(pid, number)
     time.sleep(0.01)
+
+
+def until_given_up(scene: Scene, value: Any = None) -> Any:
+    """Code that takes its time, until this pipeline has failed because of that."""
+    scene.fired()
+    given_up(scene)
+    return value
+
+
+def given_up(scene: Scene) -> None:
+    """Wait until the latest pipeline has failed, here or elsewhere."""
+    control = scene.pipelines[-1].schedule.session.context.transport.control
+    until(lambda: control.failure, "the pipeline gives up a rank whose own code does not end")
 
 
 def sleeping(seconds: float) -> Effect:

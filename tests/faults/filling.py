@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from bpipe.errors import FillError, RankFailedError
-from tests.faults.case import After, Case
-from tests.faults.effects import Effect, boom, calling, raising, send, sleeping
+from tests.faults.case import BOUND_S, After, Case
+from tests.faults.effects import Effect, boom, calling, raising, send, sleeping, until_given_up
 from tests.faults.pipeline import DEVICE
 from tests.faults.scene import Scene
+from tests.patience import PATIENCE_S
 
-GRACE_S, SLOW_S, STEPS = 0.2, 1.5, 40
+GRACE_S, STEPS = 0.2, 40  # the grace of a job that does not end; others get one that does not end first on a busy machine
 THERE = "the others raise too"
 
 
@@ -33,7 +34,7 @@ class Striking:
     on_error: str = "fail"
     held_bytes: int = 0
     budget: int | None = None
-    grace_s: float = GRACE_S
+    grace_s: float = PATIENCE_S
     name: str = "striking"
     kept: list[Any] = field(default_factory=list)
     has_struck: bool = False
@@ -99,11 +100,12 @@ CASES = [
     in_a_job("a fill job takes more bytes than it was given", take_much, "took 40,000,000 bytes at a time and was given "),
     in_a_job(
         "a fill job does not end",
-        sleeping(SLOW_S),
+        until_given_up,
         "the fill job striking does not end",
+        play=filled(until_given_up, grace_s=GRACE_S),
         outcome="after grace_s the others raise RankFailedError, which names the job; its rank raises when it returns",
         here=(FillError, RankFailedError),
-        bound_s=SLOW_S + GRACE_S + 1.0,
+        bound_s=GRACE_S + BOUND_S,
     ),
     in_a_job(
         "KeyboardInterrupt in a fill job",
@@ -124,7 +126,7 @@ CASES = [
         name='a fill job takes too long, of on_error="stop"',
         outcome="works; the job is stopped when it returns, with a warning",
         num_ranks=3,
-        play=filled(sleeping(2 * GRACE_S), works=True, on_error="stop"),
+        play=filled(sleeping(2 * GRACE_S), works=True, on_error="stop", grace_s=GRACE_S),
         after=After.WHOLE,
     ),
 ]

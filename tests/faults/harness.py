@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from tests.faults.case import Case, Fate
 from tests.faults.scene import Leave, Report, Scene
+from tests.patience import PATIENCE_S
 from tests.ranks import fork_server, join
 
-PATIENCE_S, WORK_S = 8.0, 30.0  # after a case's bound; and for one that works
+START_S = 120.0  # for new processes
 
 
 @dataclass(slots=True)
@@ -56,6 +57,7 @@ class Company:
         context = fork_server()
         pairs = [context.Pipe() for _ in range(size)]
         self._ends: list[Connection] = [ours for ours, _ in pairs]
+        self._has_played = False
         self._processes = [
             context.Process(target=_rank, args=(theirs, rank, size, rank == store_on, copies), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
@@ -85,7 +87,8 @@ class Company:
 
     def _listen(self, case: Case, outcome: Outcome, expected: set[int]) -> None:
         """Hear what ranks tell, until those expected have reported."""
-        ranks, deadline = dict(zip(self._ends, range(self.size))), time.monotonic() + _patience(case)
+        patience_s = case.bound_s + PATIENCE_S + (0.0 if self._has_played else START_S)
+        ranks, deadline, self._has_played = dict(zip(self._ends, range(self.size))), time.monotonic() + patience_s, True
         while expected & {*ranks.values()} and (ready := wait(list(ranks), deadline - time.monotonic())):
             for end in ready:
                 assert isinstance(end, Connection)
@@ -106,7 +109,7 @@ class Company:
         for end in self._ends:
             end.send(None)
         for process in self._processes:
-            process.join(5)
+            process.join(PATIENCE_S)
         codes = [process.exitcode for process in self._processes]
         self.kill()
         return codes
@@ -145,10 +148,6 @@ class Companies:
     def kill(self) -> None:
         for company in self._started.values():
             company.kill()
-
-
-def _patience(case: Case) -> float:
-    return (case.bound_s if case.here or case.there else WORK_S) + PATIENCE_S
 
 
 def _rank(end: Connection, rank: int, size: int, hosts_store: bool, copies: bool) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from bpipe.api.options import Options
 from bpipe.errors import AgreementError, CommError, ConfigurationError, PipelineBrokenError, TransferTimeoutError
-from tests.faults.case import BOUND_S, After, Case, Setup, Strike
-from tests.faults.effects import calling
+from tests.faults.case import BOUND_S, FROZEN_S, After, Case, Setup, Strike
+from tests.faults.effects import calling, given_up
 from tests.faults.pipeline import Pipeline
 from tests.faults.raises import raised
 from tests.faults.scene import Scene, Seen, seen
@@ -143,7 +144,7 @@ def alone(name: str, leave: Callable[[Scene], object], outcome: str, **more: Any
 
 
 def idle(scene: Scene) -> None:
-    time.sleep(IMPATIENT_S + 0.5)
+    given_up(scene)
     scene.pipelines[-1].step()
 
 
@@ -151,8 +152,6 @@ def forget(scene: Scene) -> None:
     scene.pipelines.clear()
     gc.collect()
 
-
-IMPATIENT_S = 1.0
 
 ORDERS = [
     crossing("two pipelines in crossed order, first step", 0, "the next steps, in one order, are exact", After.WHOLE),
@@ -167,12 +166,12 @@ ORDERS = [
         "one rank steps more often, the other does something else",
         idle,
         "after timeout_s TransferTimeoutError with the rank that has not come",
-        setup=Setup(options={"timeout_s": IMPATIENT_S}),
+        setup=Setup(options={"options": Options(timeout_s=FROZEN_S)}),
         here=CommError,
         there=TransferTimeoutError,
         says=("rank 1",),
         after=After.BROKEN,
-        bound_s=IMPATIENT_S + BOUND_S,
+        bound_s=FROZEN_S + BOUND_S,
     ),
 ]
 

@@ -10,10 +10,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch.distributed as dist
+
+from bpipe.api.options import Options
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
 from tests.faults.case import BOUND_S, FROZEN_S, After, Case, Fate, Setup, Strike
-from tests.faults.effects import Effect, calling, raising, send, signalling, sleeping
-from tests.faults.scene import Leave, Scene
+from tests.faults.effects import Effect, calling, raising, send, signalling, until_given_up
+from tests.faults.scene import Leave, Scene, until_the_strike
+from tests.patience import PATIENCE_S, until
 
 
 def between_steps(effect: Effect) -> Callable[[Scene], None]:
@@ -53,11 +57,25 @@ def killed(name: str, rank: int, *, microbatch: int = 2, step: int = 1, **more: 
 
 
 def leaves_a_child(scene: Scene) -> None:
-    """A fork, as a loader of data makes them: it holds all that was open, and outlives this process by some seconds."""
-    if os.fork() == 0:
-        time.sleep(BOUND_S + 1)
+    """A fork, as a loader of data makes them: it holds all that was open, and lives until the others have raised."""
+    if not (child := os.fork()):
+        time.sleep(2 * PATIENCE_S)
         os._exit(0)
+    store().set("child", str(child))
     send(signal.SIGKILL, os.getpid())
+
+
+def end_the_child(scene: Scene) -> None:
+    try:
+        until_the_strike(scene)
+    finally:
+        if scene.rank == 0:
+            os.kill(int(store().get("child")), signal.SIGKILL)  # it has lived until now
+
+
+def store() -> Any:
+    """The store of the process group."""
+    return dist.distributed_c10d._get_default_store()
 
 
 KILLED = [
@@ -69,7 +87,12 @@ KILLED = [
     killed("SIGKILL while large messages are under way", 1, microbatch=0, num_ranks=2, setup=Setup(rows=2**17)),
     lost("SIGKILL between steps", 1, play=between_steps(signalling(signal.SIGKILL))),
     lost("SIGKILL of the store's host between steps", 0, play=between_steps(signalling(signal.SIGKILL)), store_on=0),
-    lost("SIGKILL, and a forked child lives on", 1, strike=Strike(stage=1, step=1, effect=calling(leaves_a_child))),
+    lost(
+        "SIGKILL, and a forked child lives on",
+        1,
+        strike=Strike(stage=1, step=1, effect=calling(leaves_a_child)),
+        play=end_the_child,
+    ),
     Case(
         name="a rank's program ends while the others step on",
         outcome="AgreementError with its rank on the others",
@@ -84,7 +107,7 @@ KILLED = [
 
 # Stopped.
 
-PATIENT = Setup(options={"timeout_s": FROZEN_S})
+PATIENT = Setup(options={"options": Options(timeout_s=FROZEN_S)})
 
 
 def frozen(name: str, rank: int, **more: Any) -> Case:
@@ -140,7 +163,7 @@ STOPPED = [
     frozen(
         "a rank's own code takes longer than timeout_s, in a step",
         1,
-        strike=Strike(stage=1, step=1, effect=sleeping(FROZEN_S + 0.5)),
+        strike=Strike(stage=1, step=1, effect=until_given_up),
         here=CommError,
         says=(),
         says_not=("frozen",),
@@ -150,7 +173,7 @@ STOPPED = [
     frozen(
         "a rank's own code takes longer than timeout_s, between steps",
         1,
-        play=between_steps(sleeping(FROZEN_S + 0.5)),
+        play=between_steps(until_given_up),
         here=CommError,
         says=(),
         says_not=("frozen",),
@@ -163,7 +186,7 @@ STOPPED = [
 
 
 class Heard(logging.Handler):
-    """Keeps what is logged."""
+    """Keeps what is logged, and lets the other rank know."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,6 +194,15 @@ class Heard(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.texts.append(record.getMessage())
+        store().set("warned", "")
+
+
+def wait_for_a_warning(scene: Scene) -> None:
+    until(lambda: store().check(["warned"]), "a rank that waits longer than slow_s warns")
+    time.sleep(SLOW_S)  # long enough for a second one
+
+
+SLOW_S = 1.0
 
 
 def slow(scene: Scene) -> None:
@@ -193,8 +225,8 @@ SLOW = [
     Case(
         name="a slow rank",
         outcome="works; after slow_s one warning with a grid of what each rank does",
-        setup=Setup(options={"slow_s": 0.1}),
-        strike=Strike(stage=1, microbatch=0, step=1, effect=sleeping(1.9)),
+        setup=Setup(options={"options": Options(slow_s=SLOW_S)}),
+        strike=Strike(stage=1, microbatch=0, step=1, effect=calling(wait_for_a_warning)),
         play=slow,
         after=After.WHOLE,
     )

@@ -13,10 +13,12 @@ from typing import Any, cast
 import torch
 
 import bpipe
+from bpipe.comm.health.activity import State
 from bpipe.errors import RankFailedError, SavedTensorError, StageError
 from tests.faults.case import Case, Setup, Strike, Where
-from tests.faults.effects import Effect, boom, changing, raising, send, signalling, sleeping
+from tests.faults.effects import Effect, boom, changing, given_up, raising, send, signalling, until_given_up
 from tests.faults.scene import Scene
+from tests.patience import until
 
 BALANCED = Setup(schedule=bpipe.BalancedOneFOneB, m=8)
 TOLD = "the others raise too"
@@ -91,7 +93,7 @@ def modify_saved(y: torch.Tensor) -> torch.Tensor:
     return z
 
 
-MEASURED = Setup(m=8, balanced={"budget": "lowest", "parts": 2, "inside": True})
+MEASURED = Setup(m=8, balanced={"budget": "lowest", "options": bpipe.Options(parts=2)})
 
 
 class UnprintableError(Exception):
@@ -105,11 +107,11 @@ KINDS = [
     raised("raise on the evictor between evict and load", ValueError, raising(boom), **ON_EVICTOR),
     raised("raise in a step that measures", ValueError, raising(boom), step=0, num_ranks=4, setup=MEASURED),
     raised(
-        "raise inside a forward in which a part left",
+        "raise in a forward while a part is away",
         ValueError,
         raising(boom),
         stage=0,
-        microbatch=3,
+        microbatch=7,
         step=2,
         num_ranks=4,
         setup=MEASURED,
@@ -192,28 +194,32 @@ OUTPUTS = [
 
 # Interrupts while this rank runs nothing of the user's.
 
-SLOW_S = 1.0
 
+def interrupt_the_wait(scene: Scene) -> None:
+    """Interrupt this rank once it waits, in the case's action or else for the others to come."""
+    activity, action = scene.pipelines[-1].schedule.session.context.transport.control.activity, scene.case.action
 
-def interrupt_soon(scene: Scene) -> None:
+    def waits() -> bool:
+        return str(activity.action()) == action if action else activity.state is State.MEETING
+
     def interrupt() -> None:
+        until(waits, f"rank {scene.rank} waits")
+        time.sleep(0.1)  # it is in the wait by then, most likely
         scene.fired()
         send(signal.SIGINT, scene.pids[scene.rank])
 
-    threading.Timer(0.3, interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()
 
 
-def interrupted(scene: Scene, late_s: float = 0.0) -> None:
-    """The wait itself ends, not what it waits for; the other rank comes some seconds late."""
+def interrupted(scene: Scene, *, comes: bool = True) -> None:
+    """The wait itself ends, not what it waits for: the other rank goes on, or comes, only when the pipeline has failed."""
     pipeline = scene.open()
     pipeline.step()
-    interrupt_soon(scene) if scene.is_culprit else time.sleep(late_s)
-    started = time.monotonic()
-    try:
-        pipeline.step()
-    except KeyboardInterrupt:
-        assert time.monotonic() - started < SLOW_S
-        raise
+    if scene.is_culprit:
+        interrupt_the_wait(scene)
+    elif not comes:
+        given_up(scene)
+    pipeline.step()
 
 
 def interrupt_all(scene: Scene, value: Any) -> Any:
@@ -226,7 +232,7 @@ INTERRUPTS = [
     Case(
         name="KeyboardInterrupt while waiting for a slow peer",
         outcome="KeyboardInterrupt there; the slow rank raises when its own code returns",
-        strike=Strike(stage=1, microbatch=0, step=1, effect=sleeping(SLOW_S)),
+        strike=Strike(stage=1, microbatch=0, step=1, effect=until_given_up),
         play=interrupted,
         culprits=frozenset({0}),
         here=KeyboardInterrupt,
@@ -237,7 +243,7 @@ INTERRUPTS = [
     Case(
         name="KeyboardInterrupt while the others have not come to the step",
         outcome="KeyboardInterrupt there; the others raise when they come",
-        play=lambda scene: interrupted(scene, SLOW_S),
+        play=lambda scene: interrupted(scene, comes=False),
         culprits=frozenset({0}),
         here=KeyboardInterrupt,
         there=RankFailedError,

@@ -21,11 +21,11 @@ Each row is a fault in a small pipeline of 2 to 4 processes, and bpipe's reactio
   Then the test closes the schedule, and a step of a new one over the same process group has the gradients of a single process, to
   the bit. So nearly all rows run in the same processes, one after the other.
 - Seconds are from the fault to the error of the last rank; a rank that runs user code raises when that code returns. Less than
-  {BOUND_S:g} pass; if a rank waits until timeout_s ({FROZEN_S:g} here, once 1) less than {BOUND_S:g} more.
+  {BOUND_S:g} pass; if a rank waits until timeout_s ({FROZEN_S:g} here) less than {BOUND_S:g} more.
 
 Measured on one machine with 2 shared CPU cores, with gloo over the loopback address. The suite writes this page:
 
-    make test ARGS="-n 0 tests/faults --write-table"
+    make test ARGS="-n 0 tests/faults --tier every --write-table"
 """
 
 ROW = re.compile(r"^\| (.+) \| (.+) \| (.*) \|$", re.MULTILINE)

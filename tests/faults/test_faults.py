@@ -1,4 +1,4 @@
-"""Every fault ends on every rank, promptly and with its cause; and a new pipeline over the same processes is exact."""
+"""Every fault ends on every rank, with its cause; and a new pipeline over the same processes is exact. Not by the clock."""
 
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ def test_the_table(measured: dict[str, float], request: pytest.FixtureRequest) -
     if request.config.getoption("--write-table"):
         unmeasured = [case.name for case in CASES.values() if (case.here or case.there) and case.name not in measured]
         assert not unmeasured, "run the whole suite to write the table"
+        late = [name for name, seconds in measured.items() if seconds >= CASES[name].bound_s]
+        assert not late, f"the page says less: write it on a quiet machine, without {late}"
         PATH.write_text(page(GROUPS, measured))
     assert untimed(PATH.read_text()) == untimed(page(GROUPS, {}))
 
@@ -65,11 +67,11 @@ def test_faults_on_the_acceptor_and_the_evictor_strike_while_bytes_are_away() ->
     assert served[:2] == ["0ACCEPT1", "0WAIT_ACCEPT1"]
 
 
-def test_a_part_leaves_inside_the_forward_that_raises() -> None:
+def test_a_part_is_away_when_the_forward_raises() -> None:
     plan, evicted_bytes = trained(MEASURED)
     own = [str(action) for action in plan.actions[0]]
     assert evicted_bytes > 0
-    assert own.index("0EVICT1.2") < own.index("0F3.1") < own.index("0WAIT_EVICT1.2") < own.index("0F3.2") < own.index("0LOAD1.2")
+    assert own.index("0EVICT6.2") < own.index("0F7") < own.index("0LOAD6.2")
 
 
 def trained(setup: Setup) -> tuple[Plan, float]:

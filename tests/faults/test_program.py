@@ -19,7 +19,7 @@ def test_an_error_that_nobody_catches_ends_all_processes() -> None:
         for rank in (0, 1)
     ]
     try:
-        shown = [process.communicate(timeout=60)[1] for process in processes]
+        shown = [process.communicate(timeout=200)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -49,7 +49,6 @@ def taking_turns(rank: int) -> tuple[list[float], list[float], list[float]]:
     return *seconds, used[3:]
 
 
-@pytest.mark.alone
 def test_idle_time_is_used_and_steps_take_as_long() -> None:
     costs = Costs(forward_s=FORWARD_S, backward_s=2 * FORWARD_S)
     timeline = simulate(build("1f1b", P, M), costs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -11,9 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.data import DataLoader
 
 import bpipe
@@ -24,6 +27,7 @@ from bpipe.fill.piece_seconds import KnownSeconds
 from bpipe.fill.room import Waits
 from bpipe.schedules import build
 from tests.fill.test_filled import BATCH, WIDTH, M, P, stage_of
+from tests.patience import PATIENCE_S
 from tests.ranks import run_ranks
 from tests.sleepers import Sleeper
 from tests.storages import StorageCount
@@ -42,14 +46,14 @@ def test_pieces_run_in_order_where_they_fit() -> None:
             yield "long" if i % 2 == 0 else "short"
 
     job = Pieces(work, num_bytes=100, unknown_s=0.5)
-    assert job.step(0.4, PLENTY) is None and job.step(0.6, 99) is None and not ran  # unknown, and too large
-    assert job.step(0.6, 100) is not None and job.step(0.6, 100) is not None
+    assert job.step(0.4, PLENTY) is None and job.step(60.0, 99) is None and not ran  # unknown, and too large
+    assert job.step(60.0, 100) is not None and job.step(60.0, 100) is not None
     assert job.step(0.015, 100) is None  # "short" is not known yet
-    assert job.step(0.6, 100) is not None and ran == [0, 1, 2]
+    assert job.step(60.0, 100) is not None and ran == [0, 1, 2]
     assert job.step(0.015, 100) is None  # "long" is
-    assert job.step(0.6, 100) is not None
-    assert job.step(0.6, 100) is not None and job.is_over and job.num_pieces == 5  # behind the last yield, too, is a piece
-    assert job.step(0.6, 100) is None and ran == [0, 1, 2, 3]
+    assert job.step(60.0, 100) is not None
+    assert job.step(60.0, 100) is not None and job.is_over and job.num_pieces == 5  # behind the last yield, too, is a piece
+    assert job.step(60.0, 100) is None and ran == [0, 1, 2, 3]
 
 
 def test_pieces_begin_again() -> None:
@@ -96,12 +100,51 @@ def test_inference_says_what_it_needs() -> None:
     assert all(map(torch.equal, found, expected)) and not any(one.requires_grad for one in found)
 
 
-def test_making_an_inference_draws_none_of_the_training_s_random_numbers() -> None:
-    batches = DataLoader(torch.ones(8, 10), batch_size=2, shuffle=True)  # which draws its seed when it begins
+def counted_batches() -> dict[str, tuple[Any, int]]:
+    """Batches of 4 samples of 10 numbers, by how they are made, each with the bytes that one takes."""
+    data, one = torch.ones(100, 4, 10), 4 * 10 * 4
+    both = torch.ones(100, 8, 10)
+    return {
+        "rows of one tensor": (data, one),
+        "slices": ((data[i] for i in range(3)), one),
+        "of their own": ([torch.ones(4, 10) for _ in range(3)], one),
+        "made by the iterator": ((torch.ones(4, 10) for _ in range(3)), one),
+        "a part of what the iterator makes": ((torch.ones(100, 4, 10)[0] for _ in range(3)), 100 * one),
+        "gathered": (DataLoader(data.flatten(0, 1), batch_size=4), one),
+        "two parts of one row": (((row[:4], row[4:]) for row in both), 2 * one),
+        "one row, repeated": ((torch.ones(10).expand(4, 10) for _ in range(3)), one // 4),
+        "of NumPy": ((torch.from_numpy(row) for row in data.numpy()), one),
+    }
+
+
+class Summed(nn.Module):
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return sum(tensors[1:], tensors[0]).sum(0)
+
+
+@pytest.mark.parametrize("name", counted_batches())
+def test_a_batch_counts_as_what_it_takes(name: str) -> None:
+    """Not as the whole data set that it is a row of: the job would never have room."""
+    batches, num_bytes = counted_batches()[name]
+    found: list[torch.Tensor] = []
+    job = Inference([Summed()], batches, found.append)
+    assert job.held_bytes == num_bytes
+    job.step(10.0, PLENTY)
+    assert torch.equal(found[0], torch.full((10,), 8.0 if name.startswith("two") else 4.0))
+
+
+def drawing() -> Iterator[torch.Tensor]:
+    while True:
+        yield torch.rand(2, 10) + np.random.rand() + random.random()
+
+
+@pytest.mark.parametrize("batches", [DataLoader(torch.ones(8, 10), batch_size=2, shuffle=True), drawing()])
+def test_making_an_inference_draws_none_of_the_training_s_random_numbers(batches: Any) -> None:
+    """A DataLoader draws its seed when it begins, and so may what makes batches, or a layer."""
     layers = [nn.Linear(10, 10), nn.Dropout()]
-    before = torch.get_rng_state()
+    before, others = torch.get_rng_state(), (random.getstate(), repr(np.random.get_state()))
     Inference(layers, batches, print)
-    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.get_rng_state(), before) and (random.getstate(), repr(np.random.get_state())) == others
 
 
 @pytest.mark.parametrize(("layers", "batches"), [([], [torch.ones(1)]), ([nn.ReLU()], [])])
@@ -184,7 +227,7 @@ class Endless(Job):
 
     def step(self, seconds: float, num_bytes: int) -> float | None:
         began = time.monotonic()
-        while not self.has_seen_all_fail and time.monotonic() < began + 20.0:
+        while not self.has_seen_all_fail and time.monotonic() < began + PATIENCE_S:
             time.sleep(0.01)
             self.has_seen_all_fail = len([*self._folder.iterdir()]) == P - 1
         return time.monotonic() - began
@@ -235,9 +278,7 @@ def stopped(rank: int) -> list[str]:
 
 def test_a_job_that_is_stopped_is_named_once() -> None:
     for rank, said in enumerate(run_ranks(stopped, P)):
-        assert said == [
-            f"rank {rank}: the fill job failing raised ValueError: no more data: it is stopped, and training goes on"
-        ]
+        assert said == [f"rank {rank}: the fill job failing raised ValueError: no more data: it is stopped, and training goes on"]
 
 
 def starved(rank: int) -> list[str]:
@@ -276,26 +317,32 @@ def within_a_dispatch_mode() -> Iterator[None]:
     return within(StorageCount().mode)
 
 
+def attention() -> AbstractContextManager[Any]:
+    return sdpa_kernel(SDPBackend.MATH)
+
+
 def with_another_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
 
 
-LEFT_ON: dict[str, Callable[[], Iterator[None]]] = {
+HELD: dict[str, Callable[[], Iterator[None]]] = {
+    "the grad mode": within_no_grad,
     "autocast": partial(within, partial(torch.autocast, "cpu", torch.bfloat16)),
     "inference mode": partial(within, torch.inference_mode),
     "the default dtype": with_another_dtype,
-    "the default device or another function mode": partial(within, partial(torch.device, "meta")),
-    "a dispatch mode": within_a_dispatch_mode,
+    "the default device": partial(within, partial(torch.device, "meta")),
+    "hooks on saved tensors": partial(within, partial(torch.autograd.graph.saved_tensors_hooks, torch.neg, torch.abs)),
+    "an attention": partial(within, attention),
 }
 
 
-def in_a_mode(rank: int, work: Any) -> tuple[str, list[torch.Tensor], float]:
+def in_a_mode(rank: int, work: Any, on_error: Any = "fail") -> tuple[str, list[torch.Tensor], float]:
     stage = stage_of(rank, 2)
     schedule, x = bpipe.OneFOneB(stage, M, loss_fn=nn.functional.mse_loss), torch.ones(M * BATCH, 16, WIDTH)
     torch.manual_seed(0)
     if work is not None:
-        schedule.fill = Pieces(work, unknown_s=0.0, on_error="stop")
+        schedule.fill = Pieces(work, unknown_s=0.0, on_error=on_error)
     pieces, told = 0.0, ""
     try:
         for _ in range(6):
@@ -306,17 +353,52 @@ def in_a_mode(rank: int, work: Any) -> tuple[str, list[torch.Tensor], float]:
     return told, [p.grad for p in stage.submod.parameters() if p.grad is not None], pieces
 
 
-def test_a_generator_may_yield_within_no_grad() -> None:
+@pytest.mark.parametrize("name", HELD)
+def test_a_generator_may_yield_within_a_mode(name: str) -> None:
     """On each rank the gradients are those of no job."""
-    for (_, expected, _), (told, found, pieces) in zip(run_ranks(in_a_mode, 2, None), run_ranks(in_a_mode, 2, within_no_grad)):
+    for (_, expected, _), (told, found, pieces) in zip(run_ranks(in_a_mode, 2, None), run_ranks(in_a_mode, 2, HELD[name])):
         assert not told and pieces > 0 and len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", LEFT_ON)
-def test_other_modes_that_are_left_on_are_refused(name: str) -> None:
-    """Whatever `on_error` says, because training would go on in that mode."""
-    for told, _, _ in run_ranks(in_a_mode, 2, LEFT_ON[name]):
-        assert f"leaves {name} changed behind a piece" in told
+@pytest.mark.parametrize("on_error", ["fail", "stop"])
+def test_a_job_that_yields_within_a_dispatch_mode_is_stopped(on_error: str) -> None:
+    """Whether a process is within one is known to torch for all threads."""
+    plain = run_ranks(in_a_mode, 2, None)
+    for (_, expected, _), (told, found, _) in zip(plain, run_ranks(in_a_mode, 2, within_a_dispatch_mode, on_error)):
+        if on_error == "fail":
+            assert "leaves a dispatch mode on behind a piece: undo that before the piece ends" in told
+        else:
+            assert not told and len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
+
+
+class Ending(Job):
+    """Raises what ends an iterator, as a generator or a loop of a job might let through."""
+
+    name = "ending"
+
+    def __init__(self, error: type[BaseException], on_error: Any) -> None:
+        self._error, self.on_error = error, on_error
+
+    def step(self, seconds: float, num_bytes: int) -> float | None:
+        raise self._error("over")
+
+
+def ended_by(rank: int, error: type[BaseException], on_error: str) -> tuple[str, bool]:
+    schedule, x = bpipe.OneFOneB(stage_of(rank, 2), M, loss_fn=nn.functional.mse_loss), torch.ones(M * BATCH, 16, WIDTH)
+    schedule.fill = Ending(error, on_error)
+    try:
+        for _ in range(6):
+            schedule.step(x, target=x)
+    except (FillError, RankFailedError) as raised:
+        return str(raised), False
+    return "", schedule.fill is None
+
+
+@pytest.mark.parametrize("error", [StopIteration, StopAsyncIteration, IndexError, RuntimeError])
+def test_what_ends_an_iterator_is_an_error_like_others(error: type[BaseException]) -> None:
+    for told, _ in run_ranks(ended_by, 2, error, "fail"):
+        assert f"the fill job ending raised {error.__name__}: over" in told
+    assert run_ranks(ended_by, 2, error, "stop") == [("", True)] * 2
 
 
 class Noting(Job):
@@ -410,7 +492,7 @@ def of_the_page(rank: int) -> tuple[int, bool]:
     """How many batches the first example of the page has evaluated, and whether it found what one process would find."""
     torch.manual_seed(3)
     model, batches = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).eval(), torch.randn(20, 4, 8)
-    schedule = bpipe.OneFOneB(bpipe.PipelineStage(Sleeper(0.01, 100_000), rank, 2, "cpu"), 4, loss_fn=nn.functional.mse_loss)
+    schedule = bpipe.OneFOneB(bpipe.PipelineStage(Sleeper(0.01, 10), rank, 2, "cpu"), 4, loss_fn=nn.functional.mse_loss)
     names = {"schedule": schedule, "other_model": model, "batches": batches, "loader": [(torch.ones(4, 8), torch.ones(4, 8))] * 6}
     exec(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1], names)  # type: ignore[index]
     schedule.close()

@@ -34,8 +34,7 @@ from bpipe.comm.wire.message import MessageSpec, TensorMeta, flatten_message, un
 from bpipe.comm.wire.note import read_note, with_note
 from bpipe.environment import may_share_memory, port_range, ranks_on_this_node, shared_secret
 from bpipe.errors import ConfigurationError
-from bpipe.estimate import Profile
-from bpipe.estimate.measurement import Measurement, costs_of
+from bpipe.estimate import Measurement, Profile, costs_of
 from bpipe.relaxed.tick_messages import NOTE as TICK_NOTE
 from bpipe.relaxed.tick_messages import Call, marks_of
 from bpipe.schedules import Costs, Plan, Sizes, StageSizes, Timeline, build, simulate, verify
@@ -71,7 +70,7 @@ def _text(data: bytes) -> str:
 PLANS = [
     build("balanced_1f1b", 4, 6),
     build("zbv", 4, 4),
-    balanced(build("1f1b", 4, 4), Costs(saved_bytes=64, output_bytes=8), "lowest", num_parts=3, is_inside=True),
+    balanced(build("1f1b", 4, 4), Costs(saved_bytes=64, output_bytes=8), "lowest", num_parts=3),
     balanced(build("1f1b", 4, 4), Costs(saved_bytes=64), "lowest", host="only"),
 ]
 UNVERIFIED: list[Callable[[Plan], object]] = [  # what a plan can be asked for
@@ -249,7 +248,7 @@ COMMANDS = {
     "show 1f1b -p 4 -m 4": "--slots 2,3,-,4 --from 1 --columns 3",
     "simulate balanced_1f1b -p 2 -m 4": "--forward 20ms,1 --saved 1.5GiB --bandwidth 20GB/s --latency 5us --slowdown 1.5",
     "compare 1f1b gpipe -p 2 -m 4": "--per-rank --backward 1e-3 --static 5",
-    "show 1f1b -p 2 -m 2 --parts 4 --inside": "--saved 3GiB,2GiB --budget lowest --host last",
+    "show 1f1b -p 2 -m 2 --parts 4": "--saved 3GiB,2GiB --budget lowest --host last",
     "advise gpt3-96b --device a100-80gb --stages 2 --batch 2 --microbatch-sizes 1": "--efficiency 1=0.33 --link 25GB/s",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from random import Random
+from traceback import format_exception
 
 import pytest
 
@@ -24,7 +25,8 @@ def _fuzz(name: str, seed: object) -> None:
     except BPipeError as error:
         said = str(error)
     except Exception as error:
-        raise AssertionError(f"{name} {seed}: {data[:2000]!r} raised {error!a}") from error
+        told = ascii("".join(format_exception(error)))  # a report with half a character in it would end all of the run
+        raise AssertionError(f"{name} {seed}: {data[:2000]!r} raised {told}") from None
     assert is_printable(said), f"{name} {seed}: {said!a}"
 
 
@@ -40,7 +42,6 @@ def test_mutated_input_raises_errors_of_our_own(name: str) -> None:
         _fuzz(name, seed)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.parametrize("block", range(3))
 def test_mutated_input_raises_errors_of_our_own_many(name: str, block: int) -> None:
@@ -48,7 +49,6 @@ def test_mutated_input_raises_errors_of_our_own_many(name: str, block: int) -> N
         _fuzz(name, (block, seed))
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name, reader in READERS.items() if name not in ("command", "advise")])
 def test_mutated_input_takes_memory_in_proportion(name: str) -> None:
     for seed in range(300 // SLOW.get(name, 1)):

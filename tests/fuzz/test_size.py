@@ -167,7 +167,6 @@ def _seconds(read: Read, text: str) -> float:
     return time.process_time() - start
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("skips", [(), ((0, 2),), (tuple(range(50_000)),)], ids=["chain", "one skip", "a skip to all"])
 def test_fifty_thousand_stages_are_checked_at_once(skips: tuple[tuple[int, ...], ...]) -> None:
     text = _on_one_rank(50_000)

@@ -106,7 +106,7 @@ def nccl_rank(rank: int, schedule: type[bpipe.Schedule], slots: Any, store_port:
     start_nccl(rank, store_port)
     torch.manual_seed(rank)
     module = nn.Sequential(Block(64, 4, 0.0), Block(64, 4, 0.0)).cuda()
-    pipeline = schedule(bpipe.PipelineStage(module, rank, 2, "cuda"), 6, mse, slots=slots)
+    pipeline = schedule(bpipe.PipelineStage(module, rank, 2, "cuda"), 6, mse, options=bpipe.Options(slots=slots))
     x = torch.randn(12, 16, 64, generator=torch.Generator().manual_seed(5)).cuda()
     for _ in range(2):
         pipeline.step(x, target=x)
@@ -117,9 +117,9 @@ def nccl_rank(rank: int, schedule: type[bpipe.Schedule], slots: Any, store_port:
 
 def test_two_nccl_ranks_smoke():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    plain = run_ranks(nccl_rank, 2, bpipe.GPipe, None, store.port, timeout_s=120)
+    plain = run_ranks(nccl_rank, 2, bpipe.GPipe, None, store.port)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    balanced = run_ranks(nccl_rank, 2, bpipe.GPipe, (4, 9), store.port, timeout_s=120)
+    balanced = run_ranks(nccl_rank, 2, bpipe.GPipe, (4, 9), store.port)
     assert all(torch.equal(a, b) for x, y in zip(plain, balanced) for a, b in zip(x, y))
 
 
@@ -152,7 +152,7 @@ def fails_on_nccl(rank: int, store_port: int) -> tuple[str, float]:
 
 def test_nccl_ranks_fail_together():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    (other, seconds), (own, _) = run_ranks(fails_on_nccl, 2, store.port, timeout_s=120)
+    (other, seconds), (own, _) = run_ranks(fails_on_nccl, 2, store.port)
     assert own == "ValueError: boom"
     assert other.startswith("RankFailedError: rank 1 failed in step 1, stage 1, microbatch 2, action 1F2: ValueError: boom")
     assert seconds < 5
@@ -160,7 +160,7 @@ def test_nccl_ranks_fail_together():
 
 def test_cuda_tensors_over_gloo_through_pinned_memory():
     plain, balanced = (
-        joined(run_ranks(as_rank, 4, "transformer", 4, 8, schedule, 2, {}, "cuda", timeout_s=120))
+        joined(run_ranks(as_rank, 4, "transformer", 4, 8, schedule, 2, {}, "cuda"))
         for schedule in (bpipe.OneFOneB, bpipe.BalancedOneFOneB)
     )
     assert_same(plain, balanced)
@@ -183,6 +183,6 @@ def lending_rank(rank: int, shares: str) -> tuple[list[torch.Tensor], int]:
 
 
 def test_memory_lent_to_another_process():
-    expected, ranks = (run_ranks(lending_rank, P, shares, timeout_s=120) for shares in ("0", "1"))
+    expected, ranks = (run_ranks(lending_rank, P, shares) for shares in ("0", "1"))
     assert all(torch.equal(a, b) for (x, _), (y, _) in zip(ranks, expected) for a, b in zip(x, y))
     assert [borrowed for _, borrowed in ranks] == [1, 0, 0, 0]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from bpipe.errors import SavedTensorError
 from bpipe.memory.saved.bundle import SMALL, Bundle
 from bpipe.memory.saved.storages import Storage, owners
+from tests.tiers import examples
 
 NAME = "microbatch 3 of stage 1"
 
@@ -33,7 +34,7 @@ def travel(bundle: Bundle, messages: list[torch.Tensor]) -> None:
 
 
 @given(st.lists(st.sampled_from([1, 7, 4096, SMALL - 1, SMALL, SMALL + 1, 3 * SMALL]), max_size=6))
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_there_and_back(sizes: list[int]) -> None:
     tensors, storages = saved(*sizes)
     before = [tensor.clone() for tensor in tensors]

@@ -17,6 +17,7 @@ from bpipe.memory.saved.stash import Movable, StashContents
 from bpipe.memory.saved.storages import Held
 from bpipe.schedules import Action, Op, Plan, Sizes, StageSizes, build
 from tests.schedules.strategies import plans
+from tests.tiers import examples
 
 Key = tuple[int, int]
 Footprints = dict[Key, Footprint]
@@ -73,7 +74,7 @@ def recount(actions: tuple[Action, ...], footprints: Footprints) -> tuple[int, i
 
 
 @given(plans(), st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_ledger_against_a_recount(plan: Plan, data: st.DataObject) -> None:
     footprints = {(x, i): data.draw(FOOTPRINTS) for x in range(plan.num_stages) for i in range(plan.num_microbatches)}
     for rank, actions in enumerate(plan.actions):
@@ -97,7 +98,7 @@ def test_ledger_against_a_recount(plan: Plan, data: st.DataObject) -> None:
     st.integers(1, 99),
     st.integers(0, 99),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_peak_is_slots_times_bytes_where_all_microbatches_are_alike(name: str, p: int, m: int, movable: int, fixed: int) -> None:
     plan = build(name, p, m)
     for rank, actions in enumerate(plan.actions):

@@ -13,6 +13,7 @@ from bpipe.memory.remote_buffers import RemoteBuffers
 from bpipe.plan.action import PartKey
 from bpipe.plan.reserved import Reserved, reserve
 from bpipe.schedules import Action, Op
+from tests.tiers import examples
 
 CPU = torch.device("cpu")
 Event = tuple[bool, int]  # whether a remote activation arrives or leaves, and which
@@ -106,7 +107,7 @@ def chain_of(events: list[Event]) -> list[Action]:
 
 
 @given(visits())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_remote_activations_have_buffers_of_their_own_and_no_step_needs_more(visit: tuple[list[Event], list[int]]) -> None:
     events, sizes = visit
     reserved = reserve(chain_of(events), lambda action: sizes[action.microbatch])

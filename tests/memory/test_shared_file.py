@@ -14,6 +14,7 @@ import pytest
 from bpipe.device.available import UNKNOWN, available_bytes
 from bpipe.memory import shared_file
 from bpipe.memory.shared_file import NoSharedMemoryError, SharedFile, close_in_children, why_not_shared
+from tests.patience import PATIENCE_S, until
 
 GIB = 1024**3
 
@@ -76,6 +77,11 @@ def test_a_group_s_limit_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raised.value.why == "101 bytes of it cannot be reserved (Cannot allocate memory)"
 
 
+def test_a_map_that_fails_says_why() -> None:
+    with pytest.raises(NoSharedMemoryError, match="Invalid argument"):
+        SharedFile().map()  # an empty one
+
+
 def test_why_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not why_not_shared()
     monkeypatch.delattr(os, "memfd_create")
@@ -126,15 +132,12 @@ def test_forked_children_have_no_part_of_it() -> None:
     close_in_children(theirs)
     child = os.fork()
     if not child:
-        time.sleep(20)
+        time.sleep(2 * PATIENCE_S)
         os._exit(0)
     try:
-        until = time.monotonic() + 5  # for the child to begin
-        while held_by(child) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert not held_by(child)
+        until(lambda: not held_by(child), "a child begins, and lets go of its parent's memory")
         theirs.close()
-        ours.settimeout(2)
+        ours.settimeout(PATIENCE_S)
         assert ours.recv(1) == b""  # nobody has the other end
         mapped[:] = 1
     finally:

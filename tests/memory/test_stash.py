@@ -13,8 +13,10 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
+import bpipe
 from bpipe.errors import SavedTensorError
 from bpipe.memory.saved.bundle import Bundle
+from bpipe.memory.saved.stash import Stash
 from bpipe.memory.saved.storages import keys_of, owners
 from tests.memory.captured import NAME, Captured, equal
 from tests.models import WIDTH, Block, ConvNorm, Recurrent, Views
@@ -403,3 +405,38 @@ def test_owners() -> None:
     assert owners(storage) == 3
     del alias, view, tensor
     assert owners(storage) == 0
+
+
+class Replaces(nn.Module):
+    """Puts new buffers in place of old ones in each forward, as running statistics may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+        for i in range(50):
+            self.register_buffer(f"count{i}", torch.zeros(1))
+
+    def forward(self, x: T) -> T:
+        for name, buffer in list(self.named_buffers()):
+            setattr(self, name, buffer + 1)
+        y = torch.tanh(self.first(x))
+        return torch.tanh(self.second(y)) * torch.sigmoid(y)
+
+
+def test_no_activation_is_taken_for_a_buffer_that_was_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The identity of a storage is not given to another one while the pipeline remembers it."""
+    held = list[str]()
+    contents = Stash.contents
+
+    def noting(self: Stash, *args: Any) -> Any:
+        found = contents(self, *args)
+        held.extend(one.reason for one in found.non_activations)
+        return found
+
+    monkeypatch.setattr(Stash, "contents", noting)
+    loopback = bpipe.Loopback(4)
+    stages = [bpipe.PipelineStage(Replaces(), rank, 4, "cpu", group=loopback.rank(rank)) for rank in range(4)]
+    schedules = [bpipe.BalancedOneFOneB(stage, 8, loss_fn=nn.functional.mse_loss) for stage in stages]
+    for _ in range(3):
+        loopback.step(schedules, torch.ones(64, 64), target=torch.ones(64, 64))
+    assert held and "a buffer" not in held

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import random
 import re
 import statistics
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
 
 import bpipe
-from bpipe.errors import ConfigurationError, StageError
+from bpipe.errors import ConfigurationError, RankFailedError, StageError
 from bpipe.overlap import TwoThreads, all_to_all, yield_here
 from bpipe.overlap.turns import change_over
+from bpipe.recomputation.generators import Source
 from bpipe.schedules import Op
+from bpipe.session.side_by_side import SideBySide
 from tests.ranks import run_ranks
 from tests.tries import holds_in_one_try
 
@@ -115,7 +121,9 @@ def interleaved(rank: int, overlap: Any, slots: int | None) -> Any:
     def make(rank: int, num: int, modules: list[nn.Module]) -> bpipe.Interleaved1F1B:
         stages = [bpipe.PipelineStage(module, stage, 8, "cpu") for stage, module in zip((rank, rank + 4), modules)]
         is_paired = overlap is not None
-        return bpipe.Interleaved1F1B(stages, 8, loss_fn=nn.functional.mse_loss, overlapped=is_paired, slots=slots)
+        return bpipe.Interleaved1F1B(
+            stages, 8, loss_fn=nn.functional.mse_loss, overlapped=is_paired, options=bpipe.Options(slots=slots)
+        )
 
     return gradients(rank, make, (rank, rank + 4), overlap)
 
@@ -220,7 +228,6 @@ def timed(rank: int) -> tuple[list[float], list[float]]:
     return found
 
 
-@pytest.mark.alone
 def test_steady_state() -> None:
     """30% of each stage is communication: 0.70 of the time would be ideal."""
 
@@ -228,6 +235,33 @@ def test_steady_state() -> None:
         return [statistics.median(beside) / statistics.median(apart) for apart, beside in run_ranks(timed, 2)]
 
     holds_in_one_try(measure, lambda ratios: max(ratios) <= 0.75)
+
+
+class Learning:
+    """A function that notes the generators of each step."""
+
+    def __init__(self) -> None:
+        self.states: list[list[Any]] = []
+
+    def begin_step(self, sources: Sequence[Source]) -> None:
+        self.states.append([source.get() for source in sources])
+
+
+def test_a_step_without_pairs_looks_for_no_generators() -> None:
+    """As evaluations, and steps of other plans. Others look each time, and keep nothing alive that a module may drop."""
+    function, module = Learning(), nn.Linear(1, 1)
+    module.generator, module.last = random.Random(0), torch.ones(2)
+    pairs = SideBySide(function)  # type: ignore[arg-type]
+
+    def begin(overlapped: Any) -> bool:
+        run: Any = SimpleNamespace(plan=SimpleNamespace(overlapped=overlapped), sharding=SimpleNamespace(is_needed=False))
+        return pairs.runs(run, (module, len))
+
+    assert not begin(()) and not function.states
+    assert begin({0}) and function.states[-1] == [random.Random(0).getstate()]
+    module.generator, activation, module.last = random.Random(1), weakref.ref(module.last), None
+    assert activation() is None
+    assert begin({0}) and function.states[-1] == [random.Random(1).getstate()]
 
 
 # What goes wrong.
@@ -250,7 +284,7 @@ def test_refused() -> None:
 def wrong(rank: int, overlap: Any) -> tuple[str, str]:
     """The error of a step with a function that does something wrong on rank 0, and of the next step."""
     stages = [bpipe.PipelineStage(Block(), stage, 4, "cpu") for stage in (rank, 3 - rank)]
-    schedule = bpipe.DualPipeV(stages, 4, loss_fn=nn.functional.mse_loss, overlapped=True, timeout_s=20)
+    schedule = bpipe.DualPipeV(stages, 4, loss_fn=nn.functional.mse_loss, overlapped=True, options=bpipe.Options(timeout_s=20))
     schedule.overlap = overlap if not rank else TwoThreads()
     if overlap is not_waiting:
         for stage in stages:
@@ -298,6 +332,53 @@ def not_waiting(forward: Half, backward: Half) -> None:
     threading.Thread(target=backward).start()
     time.sleep(0.1)
     forward()
+
+
+class Noisy(torch.autograd.Function):
+    """Adds noise of NumPy's to a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient + float(np.random.rand())
+
+
+class NoisyBlock(Block):
+    """A block that draws NumPy's numbers in its backward, and a generator's of its own in its forward, or in both."""
+
+    def __init__(self, draws_in_both: bool) -> None:
+        super().__init__()
+        self.numbers = np.random.RandomState(0)
+        self._draws_in_both = draws_in_both
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(Noisy.apply(x)) + float(self.numbers.rand())  # type: ignore[no-untyped-call]
+        return x + float(np.random.rand()) if self._draws_in_both else x
+
+
+def noisy(rank: int, overlap: Any, draws_in_both: bool) -> Any:
+    """The gradients of a step, or the error's text."""
+    torch.manual_seed(rank)
+    np.random.seed(rank)
+    modules = [NoisyBlock(draws_in_both) for _ in range(2)]
+    stages = [bpipe.PipelineStage(module, stage, 4, "cpu") for module, stage in zip(modules, (rank, 3 - rank))]
+    schedule = bpipe.DualPipeV(stages, 8, loss_fn=nn.functional.mse_loss, overlapped=True)
+    schedule.overlap = overlap
+    try:
+        schedule.step(torch.ones(8, WIDTH), target=torch.zeros(8, WIDTH))
+    except (StageError, RankFailedError) as error:
+        return str(error)
+    return [p.grad for module in modules for p in module.parameters()]
+
+
+def test_a_backward_that_draws_other_numbers_than_torchs() -> None:
+    """If the forward beside it draws none of them, gradients are those of one after the other; else all ranks are told."""
+    for beside, plain in zip(run_ranks(noisy, 2, TwoThreads(), False), run_ranks(noisy, 2, None, False)):
+        assert len(plain) == 8 and all(map(torch.equal, beside, plain))
+    assert all("both draw random numbers (NumPy's numbers)" in told for told in run_ranks(noisy, 2, TwoThreads(), True))
 
 
 @pytest.mark.parametrize(

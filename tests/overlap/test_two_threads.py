@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import logging
+import random
 import signal
 import threading
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,9 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from bpipe import logs
 from bpipe.errors import StageError
 from bpipe.overlap import TwoThreads, yield_here
-from bpipe.overlap.turns import change_over
+from bpipe.overlap.turns import Half, Turns, change_over
+from bpipe.recomputation.reachable import Reachable
+from tests.patience import PATIENCE_S, ended, until
 
 NAME = contextvars.ContextVar("NAME", default="nobody")
 
@@ -68,8 +73,7 @@ def test_no_thread_is_left() -> None:
     (ours,) = set(threading.enumerate()) - before
     del overlap
     gc.collect()
-    ours.join(5)
-    assert not ours.is_alive()
+    ended(ours)
 
 
 class Layers(nn.Module):
@@ -171,6 +175,116 @@ def test_a_backward_that_draws_is_refused() -> None:
         TwoThreads()(nothing, lambda: torch.rand(1))
 
 
+# Ways to draw numbers that are not torch's own, each from a source of its own that `source` makes.
+SOURCES: dict[str, Callable[[], Callable[[], object]]] = {
+    "Python's": lambda: random.random,
+    "Python's, by shuffling": lambda: lambda: random.shuffle([*range(5)]),
+    "NumPy's": lambda: np.random.rand,
+    "NumPy's, half of a pair": lambda: np.random.normal,
+    "a module's generator of torch's": lambda: partial(torch.rand, 1, generator=torch.Generator().manual_seed(0)),
+    "a module's generator of NumPy's": lambda: np.random.default_rng(0).normal,
+    "a module's RandomState": lambda: np.random.RandomState(0).normal,
+    "a module's Random": lambda: random.Random(0).random,
+}
+
+
+class Drawing(nn.Module):
+    """Draws in its forward, in its backward, or in both, from one source; it keeps the generator, if there is one."""
+
+    def __init__(self, draw: Callable[[], object], *, forward: bool, backward: bool) -> None:
+        super().__init__()
+        self.generator = draw.keywords["generator"] if isinstance(draw, partial) else getattr(draw, "__self__", None)
+        self._draw, self._forward, self._backward = draw, forward, backward
+        self.drawn: list[object] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            if self._forward:
+                self.drawn.append(self._draw())
+            x = yield_here(x * 2)
+            if self._backward:
+                x.register_hook(self._hook)
+        return x
+
+    def _hook(self, gradient: torch.Tensor) -> None:
+        self.drawn.append(self._draw())
+
+
+def drawn_by(name: str, forward: bool, backward: bool, overlap: Callable[..., object]) -> list[object]:
+    """What is drawn by a forward, and a backward beside another forward."""
+    random.seed(0)
+    np.random.seed(0)
+    module = Drawing(SOURCES[name](), forward=forward, backward=backward)
+    if isinstance(overlap, TwoThreads):
+        overlap.begin_step(Reachable([module]).sources)
+    x = torch.ones(1, requires_grad=True)
+    first = module(x)
+    overlap(lambda: module(x), first.sum().backward)
+    return [repr(one) for one in module.drawn]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.usefixtures("no_other_threads")
+def test_halves_that_draw_from_one_source(name: str) -> None:
+    """One of them alone draws what it would draw one after the other; both of them cannot, and that is refused."""
+    for forward, backward in ((True, False), (False, True)):
+        plain = drawn_by(name, forward, backward, lambda forward, backward: (forward(), backward()))
+        assert drawn_by(name, forward, backward, TwoThreads()) == plain and plain
+    with pytest.raises(StageError, match=r"a backward and the forward beside it both draw random numbers \("):
+        drawn_by(name, True, True, TwoThreads())
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["Python", "NumPy"])
+def test_another_thread_that_draws_ends_no_training(
+    draw: Callable[[], object], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that loads and changes data: nobody can tell whose numbers these were, so that it is said once."""
+    monkeypatch.setattr(logs, "_SAID", set())
+    ways = {key: threading.Semaphore(0) for key in ("ask", "drawn")}
+
+    def load() -> None:
+        while ways["ask"].acquire() and not has_ended:
+            draw()
+            ways["drawn"].release()
+
+    def half() -> None:
+        for _ in range(2):
+            ways["ask"].release()
+            assert ways["drawn"].acquire(timeout=PATIENCE_S)
+            yield_here()
+
+    has_ended: list[bool] = []
+    loader = threading.Thread(target=load, name="loader")
+    loader.start()
+    overlap = TwoThreads()
+    try:
+        for _ in range(2):
+            overlap(half, half)
+        with pytest.raises(StageError, match="a backward draws random numbers"):  # torch's are still the backward's
+            overlap(half, lambda: torch.rand(1))
+    finally:
+        has_ended.append(True)
+        ways["ask"].release()
+        loader.join(PATIENCE_S)
+    (record,) = caplog.records
+    assert "or by another thread of this process (" in record.getMessage() and "loader" in record.getMessage()
+
+
+def test_halves_that_draw_from_two_generators() -> None:
+    """Each from its module's own: nothing depends on how far the other one is."""
+
+    def drawn(overlap: Callable[..., object]) -> list[object]:
+        modules = [Drawing(random.Random(seed).random, forward=not seed, backward=bool(seed)) for seed in range(2)]
+        if isinstance(overlap, TwoThreads):
+            overlap.begin_step(Reachable(modules).sources)
+        x = torch.ones(1, requires_grad=True)
+        first = modules[1](x)
+        overlap(lambda: modules[0](x), first.sum().backward)
+        return [module.drawn for module in modules]
+
+    assert drawn(TwoThreads()) == drawn(lambda forward, backward: (forward(), backward()))
+
+
 def test_other_threads_are_left_alone() -> None:
     """A thread that belongs to no half runs through a module's points as if there were no pair."""
     order: list[str] = []
@@ -178,7 +292,7 @@ def test_other_threads_are_left_alone() -> None:
     def forward() -> None:
         other = threading.Thread(target=change_over)
         other.start()
-        other.join(10)
+        other.join(PATIENCE_S)
         order.append(f"F {other.is_alive()}")
 
     TwoThreads()(forward, lambda: order.append("B"))
@@ -233,22 +347,22 @@ def test_an_error_that_the_other_half_catches_is_raised() -> None:
 
 
 def test_a_backward_that_hangs_after_its_forward_has_failed(caplog: pytest.LogCaptureFixture) -> None:
-    free = threading.Event()
+    free, has_ended = threading.Event(), threading.Event()
     overlap = TwoThreads(grace_s=0.1)
 
     def hang() -> None:
         yield_here()
-        free.wait(10)
+        threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
+        free.wait(PATIENCE_S)
+        has_ended.set()
 
     def forward() -> None:
         yield_here()
         yield_here()
 
-    started = time.monotonic()
-    threading.Timer(0.2, lambda: signal.raise_signal(signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         overlap(forward, hang)
-    assert time.monotonic() - started < 5
+    assert not has_ended.is_set()
     assert "has not ended within 0.1 s" in caplog.text
     free.set()
     order: list[str] = []
@@ -256,22 +370,33 @@ def test_a_backward_that_hangs_after_its_forward_has_failed(caplog: pytest.LogCa
     assert order == ["F0", "B0", "F1", "B1"]
 
 
-def test_ctrl_c_twice() -> None:
+def test_ctrl_c_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one ends the wait for a backward that hangs, and the next pair does not wait behind it."""
-    free, overlap = threading.Event(), TwoThreads(grace_s=5)
+    free, has_ended, overlap = threading.Event(), threading.Event(), TwoThreads(grace_s=PATIENCE_S)
+    graces, join = list[float](), Turns.join
+
+    def joins(self: Turns, half: Half, seconds: float | None = None) -> bool:
+        graces.extend([] if seconds is None else [seconds])
+        return join(self, half, seconds)
 
     def interrupt() -> None:
         signal.raise_signal(signal.SIGINT)
-        time.sleep(0.5)
+        until(lambda: graces, "the first Ctrl-C is noticed, and the backward gets its grace")
+        time.sleep(0.1)
         signal.raise_signal(signal.SIGINT)
 
-    started = time.monotonic()
-    threading.Timer(0.1, interrupt).start()
+    def hang() -> None:
+        threading.Timer(0.1, interrupt).start()
+        free.wait(2 * PATIENCE_S)
+        has_ended.set()
+
+    monkeypatch.setattr(Turns, "join", joins)
     with pytest.raises(KeyboardInterrupt):
-        overlap(nothing, lambda: free.wait(10))
+        overlap(nothing, hang)
+    assert graces == [PATIENCE_S]
     order: list[str] = []
     overlap(counting(order, "F", 1), counting(order, "B", 1))
-    assert order == ["F0", "B0", "F1", "B1"] and time.monotonic() - started < 4
+    assert order == ["F0", "B0", "F1", "B1"] and not has_ended.is_set()
     free.set()
 
 

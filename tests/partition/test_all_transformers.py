@@ -1,6 +1,6 @@
-"""Every class of the installed Transformers is cut right or refused at the split: 30 of them here, an eighth in `make test-all`.
+"""Every class of the installed Transformers is cut right or refused at the split: a list of 30, and an eighth of all.
 
-`--write-transformers -m exhaustive` runs all.
+`--write-transformers --tier every` runs all.
 """
 
 from __future__ import annotations
@@ -55,15 +55,12 @@ REFUSALS = {
 }
 
 
-@pytest.mark.exhaustive
-@pytest.mark.slow
 def test_a_fixed_list() -> None:
     found = {one.name: one for one in outcomes([*CUT, *REFUSALS])}
     assert [one for one in found.values() if one.kind != (RIGHT if one.name in CUT else REFUSED)] == []
     assert [found[name] for name, why in REFUSALS.items() if why not in found[name].why] == []
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(LIMIT_S)
 def test_classes(request: pytest.FixtureRequest) -> None:
     """Their table is in docs/transformers.md, of the version that it names."""

@@ -17,7 +17,7 @@ from bpipe.partition.cut_search import every_cut, improved
 from bpipe.partition.holdings import Holdings
 from bpipe.partition.layers import Chain
 from bpipe.schedules import Costs, Link, Op, build, simulate
-from bpipe.simulator.simulation import idle_bytes, own_bytes
+from tests.tiers import examples
 
 INFINITE = float("inf")
 SEVERAL = [("interleaved_1f1b", 2, 4), ("interleaved_1f1b", 3, 6), ("zbv", 3, 6), ("v_min", 2, 4), ("balanced_1f1b", 6, 6)]
@@ -50,7 +50,7 @@ def task(layers: list[LayerCost], schedule: str, num_stages: int, m: int, limit:
     return Task(Chain(layers), plan, [limit] * plan.num_ranks)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     chains(), st.sampled_from(["1f1b", "gpipe", "zb_h1", "zb_h2"]), st.integers(1, 5), st.integers(1, 8), st.booleans(), st.data()
 )
@@ -62,13 +62,13 @@ def test_one_stage_a_rank_is_the_best_of_all(layers, schedule, p, m, by_time, da
     limited = task(layers, schedule, p, m, limit)
     found = limited.best(by_time=by_time)
     if limit < least:
-        assert not limited.fits(found) and max(limited.rank_bytes(found)) == least
+        assert limited.excess(limited.rank_bytes(found)) and max(limited.rank_bytes(found)) == least
     else:
         best = min(limited.score(ends, by_time=by_time)[:3] for ends in every_cut(len(layers), p))
         assert limited.score(found, by_time=by_time)[:3] == best
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(chains(least=6, most=9), st.sampled_from(SEVERAL), st.booleans())
 def test_few_cuts_are_all_tried(layers, kind, by_time) -> None:
     schedule, p, num_stages = kind
@@ -94,7 +94,7 @@ def test_the_search_comes_near_the_best() -> None:
     assert sum(ratio == 1 for ratio in ratios) >= 0.97 * len(ratios)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.sampled_from([*SEVERAL, ("1f1b", 4, 4), ("dualpipe_v", 2, 4), ("gpipe", 3, 3)]), st.data())
 def test_what_ranks_hold_is_the_plans_own_count(kind, data) -> None:
     schedule, p, num_stages = kind
@@ -102,11 +102,12 @@ def test_what_ranks_hold_is_the_plans_own_count(kind, data) -> None:
     plan = build(schedule, num_stages, 6, num_ranks=p, slots=slots)
     saved, static = ([data.draw(st.integers(0, 99)) for _ in range(num_stages)] for _ in range(2))
     costs, holdings = Costs(saved_bytes=saved, static_bytes=static), Holdings(plan)
+    timeline = simulate(plan, costs)
     for rank in range(p):
-        assert holdings.num_bytes(rank, saved, static) == idle_bytes(plan, costs, rank) + max(own_bytes(plan, costs, rank))
+        assert holdings.num_bytes(rank, saved, static) == timeline.device_peak_bytes(rank)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.sampled_from([("seq_1f1b", 4, 4, None), ("seq_1f1b", 4, 4, 6), ("tera_pipe", 3, 3, None)]), st.data())
 def test_what_ranks_hold_of_slices_is_the_plans_own_count(kind, data) -> None:
     schedule, p, num_stages, slots = kind
@@ -115,8 +116,9 @@ def test_what_ranks_hold_of_slices_is_the_plans_own_count(kind, data) -> None:
     saved, static = ([10 * data.draw(st.integers(0, 99)) for _ in range(num_stages)] for _ in range(2))
     costs = Costs(saved_bytes=saved, static_bytes=static).of_slices(plan, lengths=[length / 10 for length in lengths])
     holdings = Holdings(plan, lengths)
+    timeline = simulate(plan, costs)
     for rank in range(p):
-        assert holdings.num_bytes(rank, saved, static) == idle_bytes(plan, costs, rank) + max(own_bytes(plan, costs, rank))
+        assert holdings.num_bytes(rank, saved, static) == timeline.device_peak_bytes(rank)
 
 
 def test_slices_shape_the_cut() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -208,3 +210,31 @@ def test_halves_of_a_backward_are_those_of_a_split_one() -> None:
 def test_halves_of_a_module_in_place_and_with_keyword_arguments_are_measured() -> None:
     layers = bpipe.measure_layers(Backwards(), torch.zeros(2, 4), {"scale": torch.ones(())}, layers=GROUPS)
     assert [one.input_s is not None and one.input_s > 0 for one in layers] == [False, True, True]
+
+
+class Applies(nn.Module):
+    """Gets a function that holds a tensor between two tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, change: Any, beside: torch.Tensor) -> torch.Tensor:
+        assert beside.shape == (3, 4)
+        return change(self.linear(x)) + beside
+
+
+def test_a_module_gets_its_own_tensors_whatever_else_holds_some() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Applies(), Applies()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            factor = torch.ones(4)
+            for block in self.blocks:
+                x = block(x, lambda part: part * factor, torch.ones(3, 4))
+            return x
+
+    loss = {"loss_fn": lambda output, target: output.sum(), "target": torch.ones(1)}
+    assert len(bpipe.measure_layers(Model(), torch.ones(3, 4), layers=["blocks.0", "blocks.1"], **loss)) == 2

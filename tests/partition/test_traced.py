@@ -156,7 +156,7 @@ class Broken(nn.Module):
         self.register_buffer("total", torch.zeros(()))
         self.kept = list[torch.Tensor]()
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         a = self.a(x)
         if self.kind == "branches" and a.sum() > 0:
             a = -a
@@ -184,8 +184,6 @@ class Broken(nn.Module):
             b = Reversed.apply(b)
         if self.kind == "shape":
             return self.c(b).view(x.shape[0], -1).reshape(a.shape)
-        if self.kind == "optional" and mask is None:
-            b = b * 2
         if self.kind == "tensor" and isinstance(b, torch.Tensor):
             b = b * 2
         if self.kind == "constant":
@@ -215,7 +213,6 @@ class Broken(nn.Module):
         ("no_grad", "the stages do not do what the model does.*gets another gradient"),
         ("function", "the stages do not do what the model does.*gets another gradient"),
         ("shape", "a shape, dtype or device of one stage is used by a later one"),
-        ("optional", "the stages do not do what the model does"),
         ("tensor", "the stages do not do what the model does"),
         ("mode", "the forward of Broken does something else when it trains, between the named modules"),
         ("buffer", "total is used by stages 0, 1"),
@@ -278,3 +275,88 @@ def test_a_buffer_that_several_stages_read_is_on_each() -> None:
 def test_lists_that_are_no_split(stages: list[list[str]], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         split_traced(Broken(""), stages)
+
+
+def test_a_hook_that_renames_entries_of_the_state() -> None:
+    """A parameter under another name is no tensor that torch.fx has met."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def renamed(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        for key in [key for key in state if key.startswith("0.")]:
+            state[f"old_{key}"] = state.pop(key)
+
+    model.register_state_dict_post_hook(renamed)
+    parts, _ = split_traced(model, [["0"], ["1"]], (torch.ones(2, 4),))
+    assert [list(part.state_dict()) for part in parts] == [["0.weight", "0.bias"], ["1.weight", "1.bias"]]
+
+
+class Optional(nn.Module):
+    """Its forward branches on what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(C, C), nn.Linear(C, C)
+
+    def forward(
+        self, x: torch.Tensor, mask: torch.Tensor | None = None, twice: bool = False, *, scale: float = 2.0, how: str = "add"
+    ) -> torch.Tensor:
+        a = self.a(x) * scale
+        if mask is not None:
+            a = a * mask
+        a = a.relu() if how == "relu" else a + 1
+        return self.b(self.b(a) if twice else a)
+
+
+class Unnamed(nn.Module):
+    """A stage without the keyword arguments, which a loopback gives to all of them, and processes to the first one's rank alone."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.part(*args)
+
+
+MASK = torch.linspace(0, 1, 2 * M)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "changed"),
+    [
+        ((), {}, {"mask": MASK}),
+        ((None,), {}, {"mask": MASK, "twice": False}),
+        ((), {"mask": None}, {"mask": MASK}),
+        ((MASK,), {}, {"twice": True}),
+        ((), {"mask": MASK}, {"how": "relu"}),
+        ((None, True), {}, {"mask": None, "twice": False}),
+        ((), {"how": "relu", "scale": 3.0}, {"how": "add"}),
+        ((MASK,), {"twice": True, "how": "relu"}, {"how": "add"}),
+    ],
+)
+def test_a_forward_that_branches_on_optional_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], changed: dict[str, Any]
+) -> None:
+    """None, flags and texts are what the example says, given or not; a step that says otherwise is refused by its first stage."""
+    torch.manual_seed(0)
+    model = Optional()
+    alone, x, target = deepcopy(model), torch.randn(2 * M, C), torch.randn(2 * M, C)
+    (first, last), skips = split_traced(model, [["a"], ["b"]], (x, *args), kwargs)
+    loopback = bpipe.Loopback(2)
+    stages = [
+        bpipe.PipelineStage(part, i, 2, "cpu", loopback.rank(i), skips=skips) for i, part in enumerate((first, Unnamed(last)))
+    ]
+    loopback.step([bpipe.OneFOneB(stage, M, nn.functional.mse_loss) for stage in stages], x, *args, target=target, **kwargs)
+    for i in range(M):
+        rows = slice(2 * i, 2 * i + 2)
+        cut = [one[rows] if isinstance(one, torch.Tensor) else one for one in args]
+        named = {name: one[rows] if isinstance(one, torch.Tensor) else one for name, one in kwargs.items()}
+        (nn.functional.mse_loss(alone(x[rows], *cut, **named), target[rows]) / M).backward()
+    for one, other in zip(model.parameters(), alone.parameters()):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+    name, value = next((name, value) for name, value in changed.items() if value is not None)
+    names = ("mask", "twice")
+    with pytest.raises(
+        ConfigurationError, match=f"{name} is .*, and was .* in the example by which split_traced has cut the model"
+    ):
+        first(x, **{**dict(zip(names, args)), **kwargs, name: value})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from datetime import timedelta
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from bpipe.relaxed import Routes
-from tests.relaxed.runs import KILLED, alone, train
+from tests.relaxed.runs import KILLED, alone, train, wait_for_newcomers
 
 NUM_STEPS, NUM_REPLICAS = 8, 2
 
@@ -25,7 +24,7 @@ def main() -> None:
             os._exit(KILLED)
         if where == "between steps" and len(routes.seats) < 2 * NUM_REPLICAS:
             store.wait(["test/again"], timedelta(seconds=100))  # until torchrun has started it again
-            time.sleep(1.0)  # and it joins
+            wait_for_newcomers(routes)
 
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         store.set("test/again", "")

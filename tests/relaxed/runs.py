@@ -14,10 +14,11 @@ from torch import nn
 
 import bpipe
 from bpipe.relaxed import Routes
+from tests.patience import too_late, until
 from tests.ranks import fork_server
 
 WIDTH, BATCH, M = 6, 24, 12
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 KILLED = 9  # the exit code of a process that ends itself
 
 
@@ -69,7 +70,7 @@ def train(seat: int, store: Any, num_steps: int, then: Then | None = None, num_r
     """Train as one rank of two stages, and return what it has seen."""
     block = Block(seat % 2)
     optimizer = torch.optim.Adam(block.parameters(), lr=0.01)
-    stage, how = bpipe.PipelineStage(block, seat % 2, 2), {"timeout_s": TIMEOUT_S, "state": [optimizer]}
+    stage, how = bpipe.PipelineStage(block, seat % 2, 2), {"options": bpipe.Options(timeout_s=TIMEOUT_S), "state": [optimizer]}
     routes = Routes(stage, M, loss_fn, replica=seat // 2, num_replicas=num_replicas, store=store, **how)
     if then is not None:
         block.then = lambda where: then(routes, where)
@@ -87,13 +88,19 @@ def train(seat: int, store: Any, num_steps: int, then: Then | None = None, num_r
     return {"first": first, "curve": curve, "gradients": gradients, "attempts": attempts, "seats": seats}
 
 
+def wait_for_newcomers(routes: Routes, have_begun: Callable[[], object] = lambda: True) -> None:
+    """Wait between steps until processes that were started again have announced themselves: they take part in the next step."""
+    until(have_begun, "a process is started again")
+    until(routes._attendance.has_newcomers, "a process that was started again announces itself")
+
+
 def _process(end: Any, seat: int, port: int, function: Callable[..., Any]) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     end.send_bytes(pickle.dumps(function(seat, dist.TCPStore("127.0.0.1", port, is_master=False))))
 
 
-def run(function: Callable[..., Any], num_seats: int, *, restarts: bool = False, timeout_s: float = 120.0) -> dict[int, Any]:
+def run(function: Callable[..., Any], num_seats: int, *, restarts: bool = False, timeout_s: float = 200.0) -> dict[int, Any]:
     """Call `function(seat, store)` in a process for each seat; those that kill themselves are started again, or missing."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context, results = fork_server(), {}
@@ -111,7 +118,7 @@ def run(function: Callable[..., Any], num_seats: int, *, restarts: bool = False,
     try:
         while running:
             ready = wait(list(running), timeout_s)
-            assert ready, f"seats {[seat for seat, _ in running.values()]} do not end"
+            assert ready, too_late(f"the end of seats {[seat for seat, _ in running.values()]}", timeout_s)
             for end in ready:
                 seat, process = running.pop(end)
                 try:

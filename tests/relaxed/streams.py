@@ -63,6 +63,7 @@ def alone(
     arriving: list[Any] = [None] * p
     gradients: list[Any] = [None] * p
     targets: list[Any] = [None] * (p - 1)
+    marks: list[Any] = [None] * p
     drained = 0
     for tick in ticks:
         made, back = [None] * p, [None] * p
@@ -82,7 +83,9 @@ def alone(
                     loss = None if target is None or not tick.learn else loss_fn(result, target)
                     outputs, given_back = ([], []) if loss is None else ([loss], [torch.ones_like(loss)])
                 else:
-                    made[s + 1] = result
+                    if tick.learn:
+                        marks[s] = [one.requires_grad for one in _tensors(result)]
+                    made[s + 1] = result, iter(marks[s] or [False] * len(_tensors(result)))
                     given_back = gradients[s] or [None] * len(outputs)
             pairs = [(one, back) for one, back in zip(outputs, given_back) if one.requires_grad and back is not None]
             if pairs:
@@ -92,10 +95,11 @@ def alone(
                 back[s - 1] = found if any(one is not None for one in found) else None
                 optimizer.step()
         yield output, None if loss is None else loss.detach()
-        arriving, gradients = [_cut(one) for one in made], back
+        arriving = [None if one is None else _cut(*one) for one in made]
+        gradients = back if tick.learn else gradients  # what has arrived waits for the next tick that learns
         drained = drained + 1 if tick.words is None else 0
         if drained == p - 1:
-            arriving, gradients = [None] * p, [None] * p
+            arriving, gradients, marks = [None] * p, [None] * p, [None] * p
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -104,13 +108,13 @@ def _tensors(value: Any) -> list[Tensor]:
     return [tensor for part in (value.values() if isinstance(value, dict) else value) for tensor in _tensors(part)]
 
 
-def _cut(value: Any) -> Any:
-    """Detached copies, each with a word on whether it needs a gradient."""
+def _cut(value: Any, marks: Iterator[bool]) -> Any:
+    """Detached copies, each with a word on whether it needs a gradient, as in the latest tick that learned."""
     if isinstance(value, Tensor):
-        return value.detach().clone(), value.requires_grad
+        return value.detach().clone(), next(marks)
     if isinstance(value, dict):
-        return {key: _cut(one) for key, one in value.items()}
-    return None if value is None else [_cut(one) for one in value]
+        return {key: _cut(one, marks) for key, one in value.items()}
+    return [_cut(one, marks) for one in value]
 
 
 def _entered(value: Any, learn: bool, leaves: list[Tensor]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.ranks import run_ranks
@@ -24,7 +23,6 @@ def learn(rank: int) -> dict[str, float]:
     return {name: sum(learn_by(name, seed, EPOCHS, device)[-1] for seed in range(SEEDS)) / SEEDS for name in COLORS}
 
 
-@pytest.mark.exhaustive
 def test_digits() -> None:
     found = run_ranks(learn, 4, timeout_s=300)
     assert all(one == found[0] for one in found)

@@ -15,6 +15,7 @@ from bpipe.schedules import Costs, Op, Plan, Sizes, StageSizes, build, check_rul
 from bpipe.schedules.by_name import forward_plan
 from bpipe.schedules.registry import rule_named
 from tests.schedules.replay import occupied, occupied_bytes, replay
+from tests.tiers import examples
 
 FEW = st.integers(0, 9)
 
@@ -63,7 +64,7 @@ def sized(draw: st.DrawFn) -> Plan:
 
 
 @given(sized())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_bytes_are_those_that_an_independent_count_finds(plan: Plan) -> None:
     verify(plan)
     assert occupied_bytes(plan) == plan.device_peak_bytes

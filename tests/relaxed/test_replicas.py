@@ -41,7 +41,6 @@ def train(rank: int, how: str) -> tuple[int, list[torch.Tensor]]:
     return index, [one.full_tensor() if isinstance(one, DTensor) else one for one in found]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 def test_replicas_average_their_gradients(how: str) -> None:
     first, second = modules_of(KIND, P)

@@ -20,6 +20,7 @@ from bpipe.schedules import Action, Costs, Op, Plan, build, simulate, verify
 from bpipe.schedules.by_name import forward_plan
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, assert_caught, refused
 from tests.schedules.replay import replay
+from tests.tiers import examples
 
 
 @st.composite
@@ -77,7 +78,7 @@ def test_plans_are_sound(plan: Plan) -> None:
 
 
 @given(routed(), st.lists(st.sampled_from(STRUCTURAL + ORDERING), min_size=1, max_size=2), st.randoms(use_true_random=False))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_harmful_mutations_are_caught(plan: Plan, chosen: list[Mutation], random: Random) -> None:
     for mutation in chosen:
         mutant = mutation(plan, random)
@@ -166,7 +167,7 @@ def step_by_work(plan: Plan, speeds: list[list[float]]) -> float:
     return simulate(plan, Costs(forward_s=each)).makespan_s / work
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [2, 10])
 @pytest.mark.parametrize(("depth", "replicas"), [(2, 3), (4, 2), (3, 3)])
 def test_a_step_takes_hardly_longer_than_work_by_speed(depth: int, replicas: int, count: int) -> None:
     """With m = 32 microbatches a rank and speeds of 1 to 4: a tenth is what is asked for."""

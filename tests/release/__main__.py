@@ -10,7 +10,7 @@ import argparse
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,24 @@ from bpipe.extras import EXTRAS
 from tests.release.environments import Environment, FailedError, find_python
 from tests.release.packages import Packages, build
 from tests.release.page import Result, merged, page
-from tests.release.try_out import EXTRAS_TRIED, Try, is_there, one_extra, resolves, source_distribution, without_extras
+from tests.release.releases import UnreachableError, releases
+from tests.release.try_out import (
+    EXTRAS_TRIED,
+    Try,
+    close_to_torch,
+    is_there,
+    one_extra,
+    resolves,
+    source_distribution,
+    whole_suite,
+    without_extras,
+)
 from tests.test_repository import ROOT
 
 Report = Callable[[Result], None]
+Tries = Mapping[str, Try]
 
 PYTHONS = ("3.11", "3.12", "3.13")
-TORCHES = ("2.13.0", "2.12.1", "2.11.0")  # the newest of each minor version that setup.py allows and this was written for
 WITH_EXTRAS: dict[str, Try] = {
     "source distribution": source_distribution,
     **{f"extra {extra}": partial(one_extra if extra in EXTRAS_TRIED else resolves, extra=extra) for extra in EXTRAS},
@@ -37,11 +48,22 @@ PAGE = ROOT / "docs" / "versions.md"
 def main() -> int:
     arguments = argparse.ArgumentParser(prog="make test-release", description=__doc__)
     arguments.add_argument("--pythons", default=",".join(PYTHONS), help="versions, such as 3.11,3.12")
-    arguments.add_argument("--torches", default=",".join(TORCHES), help="versions, such as 2.11.0; extras are tried with the first")
+    arguments.add_argument("--torches", help="versions, such as 2.11.0, or all of the index; extras are tried with the first")
+    arguments.add_argument("--suite", action="store_true", help="run all of `make test` with each torch, and nothing else")
+    arguments.add_argument("--newest", action="store_true", help="try only the newest torch, with the tests that are close to it")
     arguments.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(ROOT)}")
     chosen = arguments.parse_args()
     if shutil.which("uv") is None:
-        sys.exit("there is no uv: `make test-release` installs it")
+        print("Nothing was tried, because there is no uv here: make installs it where the index of packages can be reached")
+        return 0 if chosen.newest else 1
+    try:
+        torches = chosen.torches.split(",") if chosen.torches else releases()
+    except UnreachableError as error:
+        print(f"Nothing was tried, because the index of packages cannot be reached from here:\n{error}")
+        return 0
+    if chosen.newest:
+        chosen.pythons, torches = PYTHONS[0], torches[:1]
+    tries = {"close to torch": close_to_torch} if chosen.newest else {"make test": whole_suite} if chosen.suite else None
     results, one_at_a_time = list[Result](), Lock()
 
     def report(result: Result) -> None:
@@ -53,38 +75,50 @@ def main() -> int:
                 PAGE.write_text(page(merged(PAGE.read_text(encoding="utf-8") if PAGE.exists() else "", results)), encoding="utf-8")
 
     with tempfile.TemporaryDirectory(prefix="bpipe-release-") as folder:
-        try_all(chosen.pythons.split(","), chosen.torches.split(","), Path(folder), report)
+        try_all(chosen.pythons.split(","), torches, Path(folder), report, tries)
     print(page(results))
     return int(any(result.failed for result in results))
 
 
-def try_all(pythons: list[str], torches: list[str], folder: Path, report: Report) -> None:
-    """Every combination, those of each Python beside those of the others."""
+def try_all(pythons: list[str], torches: list[str], folder: Path, report: Report, tries: Tries | None = None) -> None:
+    """Every combination, those of each Python beside those of the others.
+
+    Args:
+        tries: what to do with each; default: the wheel with every torch, and the rest with the first.
+    """
     packages = build(folder)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda version: try_python(version, torches, packages, folder, report), pythons))
+        list(pool.map(lambda version: try_python(version, torches, packages, folder, report, tries), pythons))
 
 
-def try_python(version: str, torches: list[str], packages: Packages, folder: Path, report: Report) -> None:
-    """One Python with every torch, the extras with the first."""
+def try_python(
+    version: str, torches: list[str], packages: Packages, folder: Path, report: Report, tries: Tries | None
+) -> None:
+    """One Python with every torch."""
     python = find_python(version)
     if python is None:
         report(Result(version, "", "all", "not on this machine"))
         return
     for torch in torches:
-        try_torch(version, python, torch, packages, folder, report, extras=torch == torches[0])
+        rest = WITH_EXTRAS if torch == torches[0] else {}
+        try_torch(version, python, torch, packages, folder, report, tries or {"no extras": without_extras, **rest})
 
 
 def try_torch(
-    version: str, python: Path, torch: str, packages: Packages, folder: Path, report: Report, *, extras: bool
+    version: str, python: Path, torch: str, packages: Packages, folder: Path, report: Report, tries: Tries
 ) -> None:
     """One Python with one torch, in an environment that is removed afterwards."""
     here = Environment.new(folder / f"{version}-{torch}", python)
     try:
-        if not is_there(here, torch):
+        try:
+            is_missing = not is_there(here, torch)
+        except FailedError as error:
+            report(Result(version, torch, "all", "failed", str(error)))
+            return
+        if is_missing:
             report(Result(version, torch, "all", "no index that is reached from here has it"))
             return
-        for what, does in {"no extras": without_extras, **(WITH_EXTRAS if extras else {})}.items():
+        for what, does in tries.items():
             report(tried(Result(version, torch, what, ""), partial(does, here, torch, packages)))
     finally:
         here.remove()

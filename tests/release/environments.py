@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +16,21 @@ class FailedError(Exception):
     """A command failed; the text has its last lines."""
 
 
-def run(*words: object, cwd: Path, **variables: str) -> str:
+def run(*words: object, cwd: Path, limit_s: float = LIMIT_S, **variables: str) -> str:
     """What a command prints. It sees neither this checkout nor this environment.
 
     Raises:
-        FailedError: it ended with another exit status than 0.
+        FailedError: it ended with another exit status than 0, or did not end in time.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
     command = [str(word) for word in words]
-    done = subprocess.run(
-        command, cwd=cwd, env=kept | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LIMIT_S
-    )
+    environment = kept | variables
+    try:
+        done = subprocess.run(
+            command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s
+        )
+    except subprocess.TimeoutExpired as error:
+        raise FailedError(f"{' '.join(command)}\ndid not end within {limit_s:.0f} s") from error
     if done.returncode:
         raise FailedError(f"{' '.join(command)}\n{done.stdout[-3000:]}")
     return done.stdout
@@ -59,9 +64,15 @@ class Environment:
         run("uv", "venv", "--quiet", "--python", python, "venv", cwd=folder)
         return Environment(folder)
 
-    def install(self, *what: str, sources: bool = False, dry: bool = False) -> None:
-        """Install this, built already unless it may be sources, and remove all else: it has what a new environment would have."""
-        flags = ["--dry-run"] * dry + ["--only-binary=:all:"] * (not sources) + ["--exact", "--reinstall-package", "bpipe-torch"]
+    def install(self, *what: str, sources: bool = False, dry: bool = False, leave_out: Sequence[str] = ()) -> None:
+        """Install this, built already unless it may be sources, and remove all else: it has what a new environment would have.
+
+        Args:
+            leave_out: packages that are not installed, whatever asks for them.
+        """
+        (self.folder / "left_out").write_text("".join(f"{name}; python_version < '0'\n" for name in leave_out))
+        flags = ["--overrides", "left_out"]
+        flags += ["--dry-run"] * dry + ["--only-binary=:all:"] * (not sources) + ["--exact", "--reinstall-package", "bpipe-torch"]
         run("uv", "pip", "install", "--python", self.python, *flags, *what, cwd=self.folder)
 
     def remove(self) -> None:

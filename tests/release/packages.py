@@ -14,11 +14,12 @@ from tests.test_repository import NOT_OURS, ROOT
 
 @dataclass(frozen=True)
 class Packages:
-    """Paths of what was built, and of the tests out of the source distribution, without bpipe beside them."""
+    """Paths of what was built, of the checkout it was built from, and of the distribution's tests, without bpipe beside them."""
 
     wheel: Path
     sdist: Path
     tests: Path
+    checkout: Path
 
 
 def build(folder: Path) -> Packages:
@@ -30,7 +31,7 @@ def build(folder: Path) -> Packages:
     wheel, sdist = next(out.glob("*.whl")), next(out.glob("*.tar.gz"))
     run("uvx", "twine", "check", "--strict", wheel, sdist, cwd=folder)
     run("uvx", "check-wheel-contents", wheel, cwd=folder)
-    return Packages(wheel=wheel, sdist=sdist, tests=_tests(sdist, folder / "unpacked"))
+    return Packages(wheel=wheel, sdist=sdist, tests=_tests(sdist, folder / "unpacked"), checkout=source)
 
 
 def _tests(sdist: Path, folder: Path) -> Path:

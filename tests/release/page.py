@@ -11,12 +11,16 @@ import bpipe
 ROW = re.compile(r"^\| (3\.\d+) \| ([\d.]*) \| (.+?) \| (.+) \|$", re.MULTILINE)
 HEAD = """# Versions of Python and torch that bpipe was installed on
 
-`make test-release ARGS=--write` writes this page. For each line a virtual environment has the wheel that `pip wheel`
-builds, or the source distribution, and nothing but what that brings. Without the checkout it runs `import bpipe`, `bpipe env`,
-`bpipe show`, two training steps on the loopback with `OneFOneB`, `BalancedOneFOneB` and `Balanced(budget="lowest")`
-whose gradients must be equal to the bit, and a part of the tests on the installed package. All runs are on CPU. The packages
-of an extra do not depend on the version of torch: a run tries them with the first torch that it is given, and this page keeps the
-rows of all runs.
+`make test-release ARGS=--write` writes this page, and `make test-release ARGS="--suite --write"` its lines about `make test`. Both
+ask the package index which releases of torch there are, and take the newest patch of each minor version from 2.11 on.
+
+For each line a new virtual environment has the wheel that `pip wheel` builds, or the source distribution, and nothing but what
+that brings. Without the checkout it runs `import bpipe`, `bpipe env`, `bpipe show`, imports every public name, and trains two
+steps on the loopback with `OneFOneB`, `BalancedOneFOneB` and `Balanced(budget="lowest")`, whose gradients must be equal to the
+bit. With no extras it also runs README's loop over four processes; then come the packages of the command line, of the pictures
+and of the tests, for three steps of README's main job and a part of the tests. All runs are on CPU. The packages of an extra do
+not depend on the version of torch: a run tries them with the newest torch, and this page keeps the rows of all runs. "make test"
+is all of it, with the reasons why tests were skipped.
 """
 
 

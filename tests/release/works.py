@@ -63,10 +63,15 @@ def use(modules: list[str]) -> None:
         assert exact(shop, limits=[2, 2], first=shop.lanes).step_s == 12.0
 
 
+def public_names() -> int:
+    """How many names there are to import, those for programs of torch.distributed.pipelining included."""
+    return len([getattr(bpipe, name) for name in bpipe.__all__])
+
+
 if __name__ == "__main__":
     assert version("bpipe-torch") == bpipe.__version__
     assert (Path(bpipe.__file__).parent / "py.typed").exists()
     assert main(["env"]) == 0 and main(["show", "balanced_1f1b", "-p", "4", "-m", "8"]) == 0
     train()
     use(sys.argv[1:])
-    print("works:", sys.version.split()[0], torch.__version__)
+    print(f"works with Python {sys.version.split()[0]}, torch {torch.__version__}: {public_names()} public names")

@@ -90,7 +90,7 @@ class Bytes:
 
     def is_near(self, stage: int) -> bool:
         """Whether a stage hands its output to the next one on the same rank, or there is no next one."""
-        return self.is_last(stage) or self.plan.stage_ranks[stage] == self.plan.stage_ranks[stage + 1]
+        return self.is_last(stage) or (not self.plan.paths and self.plan.stage_ranks[stage] == self.plan.stage_ranks[stage + 1])
 
     def has_prediction(self, stage: int) -> bool:
         """Whether a stage sends its output on, and has a loss as well."""
@@ -118,19 +118,16 @@ class Bytes:
         self.stores[rank].hold(((kind, *action[1:3]), self.size(*action[1:3], name)))
 
     def before_forward(self, rank: int, action: Action) -> None:
-        """The input becomes part of what is saved, as far as it is kept; of a forward in pieces, only in the end."""
-        _, stage, microbatch, part, _ = action
-        store, parts = self.stores[rank], self.concerned(action)
-        taken = [(("saved", stage, microbatch, k), self.part(stage, microbatch, k)) for k in parts]
-        if 1 in parts:
-            taken.append((("fixed", stage, microbatch), self.size(stage, microbatch, "fixed")))
-        if self.parts(stage)[-1] in parts:
-            taken.append((("output", stage, microbatch), self.made(stage, microbatch)))
-            if self.has_prediction(stage):
-                size = self.size(stage, microbatch, "results") - self.size(stage, microbatch, "kept_results")
-                taken.append((("prediction", stage, microbatch), size))
-        given = self.input_of(stage, microbatch)
-        if not part and given in store.objects:
+        """The input becomes part of what is saved, as far as it is kept."""
+        _, stage, microbatch, *_ = action
+        store, given = self.stores[rank], self.input_of(stage, microbatch)
+        taken = [(("saved", stage, microbatch, k), self.part(stage, microbatch, k)) for k in self.parts(stage)]
+        taken.append((("fixed", stage, microbatch), self.size(stage, microbatch, "fixed")))
+        taken.append((("output", stage, microbatch), self.made(stage, microbatch)))
+        if self.has_prediction(stage):
+            size = self.size(stage, microbatch, "results") - self.size(stage, microbatch, "kept_results")
+            taken.append((("prediction", stage, microbatch), size))
+        if given in store.objects:
             taken.append((given, max(0, store.objects[given] - self.size(stage, microbatch, "kept_received"))))
         store.hold(*taken)
 
@@ -167,18 +164,17 @@ class Bytes:
         return ("output", stage - 1, microbatch) if is_handed_over else ("input", stage, microbatch)
 
     def before_backward(self, rank: int, action: Action) -> None:
-        """A backward makes its result at its end; its last piece is part 1. The loss's makes the last output's gradient."""
-        _, stage, microbatch, part, _ = action
+        """A backward makes its result. The loss's makes the last output's gradient."""
+        _, stage, microbatch, *_ = action
         taken = []
-        if self.is_last(stage) and part in (0, self.parts(stage)[-1]):
+        if self.is_last(stage):
             taken.append((("gradient", stage, microbatch), self.size(stage, microbatch, "sent")))
-        if self.has_prediction(stage) and part in (0, self.parts(stage)[-1]):
+        if self.has_prediction(stage):
             taken.append((("gradient", stage, microbatch), self.size(stage, microbatch, "results")))
-        if part in (0, 1) and stage % self.depth and not self.plan.local:
+        if stage % self.depth and not self.plan.local:
             taken.append((("result", stage, microbatch), self.size(stage, microbatch, "received")))
-        if part in (0, 1):
-            given = self.gradients_of_states(stage, microbatch)
-            taken.append((given, self.stores[rank].objects.get(given, 0) + self.size(stage, microbatch, "given")))
+        given = self.gradients_of_states(stage, microbatch)
+        taken.append((given, self.stores[rank].objects.get(given, 0) + self.size(stage, microbatch, "given")))
         self.stores[rank].hold(*taken)
 
     def gradients_of_states(self, stage: int, unit: int) -> tuple[object, ...]:
@@ -212,10 +208,8 @@ class Bytes:
 
     def after_weight_half(self, rank: int, action: Action) -> None:
         _, stage, microbatch, *_ = action
-        parts = self.concerned(action)
-        self.stores[rank].drop(*(("saved", stage, microbatch, k) for k in parts))
-        if 1 in parts:
-            self.stores[rank].drop(*((name, stage, microbatch) for name in ("fixed", "between", "state")))
+        self.stores[rank].drop(*(("saved", stage, microbatch, k) for k in self.parts(stage)))
+        self.stores[rank].drop(*((name, stage, microbatch) for name in ("fixed", "between", "state")))
         if self.has_prediction(stage) and ("output", stage, microbatch) in self.stores[rank].objects:  # still under way
             self.stores[rank].hold((("output", stage, microbatch), self.size(stage, microbatch, "sent")))
 

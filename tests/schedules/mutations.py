@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 
 from bpipe.errors import ConfigurationError, PlanError
-from bpipe.plan.action import HOST
+from bpipe.plan.action import COMPUTE, HOST
 from bpipe.schedules import Action, Op, Plan, verify
 from tests.schedules.replay import replay
 
@@ -210,13 +210,10 @@ def parts_exchanged_on_both_ends(plan: Plan, random: Random) -> Plan | None:
     return with_lanes(plan, {i: tuple(map(renamed, lane)) for i, lane in enumerate(lanes(plan))})
 
 
-def piece_moved(plan: Plan, random: Random) -> Plan | None:
-    """A piece of a computation stands elsewhere, most likely near."""
-    pieces = [(i, at) for i, lane in enumerate(plan.actions) for at, a in enumerate(lane) if a.part and a.op in (Op.F, Op.B)]
-    if not pieces:
-        return None
-    index, at = random.choice(pieces)
-    return at_other_place(plan, index, at, max(0, at + random.choice([-3, -2, -1, 1, 2, 3])))
+def computed_in_part(plan: Plan, random: Random) -> Plan:
+    """A computation is of a part of its microbatch."""
+    index, at = random.choice([(i, at) for i, lane in enumerate(plan.actions) for at, a in enumerate(lane) if a.op in COMPUTE])
+    return rewritten(plan, index, at, plan.actions[index][at]._replace(part=random.randint(1, 3)))
 
 
 def to_host_instead(plan: Plan, random: Random) -> Plan | None:
@@ -260,6 +257,7 @@ STRUCTURAL: tuple[Mutation, ...] = (
     byte_budget_lowered,
     part_renumbered,
     to_host_instead,
+    computed_in_part,
 )
 # Some of these do no harm: whether one does is for the replay to say.
 ORDERING: tuple[Mutation, ...] = (
@@ -268,7 +266,6 @@ ORDERING: tuple[Mutation, ...] = (
     reordered_on_both_ends,
     lanes_exchanged,
     parts_exchanged_on_both_ends,
-    piece_moved,
 )
 
 

@@ -134,7 +134,6 @@ class _Machine:
         self.remote_buffers: dict[tuple[int, object], RemoteBuffers] = defaultdict(
             RemoteBuffers
         )  # in bytes, by acceptor and evictor
-        self.under_way: dict[int, tuple[object, ...]] = {}  # a rank's next piece of a computation in pieces
         self.again = {a[1:3] for lane in plan.actions for a in lane if a.op.value == "R"}  # microbatches that run forward twice
         self.sharded = {a.stage for lane in plan.actions for a in lane if a.op.value in SHARDING and a.peer is None}
         self.gathered: set[int] = set()
@@ -177,7 +176,6 @@ class _Machine:
             insist(list(done.values()) == expected, "undone: stage", stage, done)
         insist(not self.works, "undone: nobody waits for", *self.works)
         insist(not self.away, "undone: still away", *self.away)
-        insist(not self.under_way, "undone: a computation in pieces lacks", *self.under_way.values())
         insist(not self.gathered, "undone: weights stay gathered of", *self.gathered)
         insist(not self.plan.has_backward or self.reduced == self.sharded, "undone: gradients of", *self.sharded - self.reduced)
         twins = set(range(self.p)) if self.plan.directions > 1 and self.plan.has_backward else set()
@@ -215,9 +213,7 @@ class _Machine:
         if action.part and action.op.value.removeprefix("WAIT_") in MESSAGES:
             self.check_way(action)
         else:
-            self.check_part(action, (*MOVES, "F", "B"))
-        due = self.under_way.get(rank)
-        insist(due is None or action.op.value in MOVES or action[:4] == due, "cut in two:", due, "is due and not", action)
+            self.check_part(action, MOVES)
         return do(self, rank, action) is not False
 
     def serving(self, rank: int, action: Action) -> bool:
@@ -240,26 +236,23 @@ class _Machine:
         if (stage, microbatch) in self.again:
             self.first_forward(rank, action)
             return
-        if self.begins(rank, action, first=1, last=self.bytes.parts(stage)[-1]):
-            self.in_order("forward", action)
-            if stage % self.depth:
-                before = self.beside(stage, -1, microbatch)
-                near = self.plan.stage_ranks[before] == rank
-                where = (rank, "output", before, microbatch) if near else (rank, "input", stage, microbatch)
-                self.use(where, ("output", before, microbatch), action, keep=near)
-            self.use_skips(rank, action)
-            self.occupy(rank, action, "saved")
+        self.in_order("forward", action)
+        if stage % self.depth:
+            before = self.beside(stage, -1, microbatch)
+            near = self.plan.stage_ranks[before] == rank
+            where = (rank, "output", before, microbatch) if near else (rank, "input", stage, microbatch)
+            self.use(where, ("output", before, microbatch), action, keep=near)
+        self.use_skips(rank, action)
+        self.occupy(rank, action, "saved")
         self.bytes.before_forward(rank, action)
         for place in self.saved(rank, action):
             self.tokens[place] = place[1:]
-        if rank not in self.under_way:
-            self.made_output(rank, action)
-            self.bytes.after_forward(rank, action)
+        self.made_output(rank, action)
+        self.bytes.after_forward(rank, action)
 
     def first_forward(self, rank: int, action: Action) -> None:
         """Nothing is saved but the input: whoever goes backward from here finds nothing."""
         _, stage, microbatch, *_ = action
-        insist(not action.part, "cut in two:", action, "is to run again as a whole")
         insist(not self.near(stage) & self.stages_of(rank), "shared memory:", action, "is next to a stage of its rank")
         shared = [way for way in self.used[stage] if len(way.users) > 1]
         shared += [way for way in self.made[stage] + self.used[stage] if self.is_local(way)]
@@ -309,15 +302,6 @@ class _Machine:
     def stages_of(self, rank: int) -> set[int]:
         return {stage for stage, owner in enumerate(self.plan.stage_ranks) if owner == rank}
 
-    def begins(self, rank: int, action: Action, first: int, last: int) -> bool:
-        """Whether a computation is whole or the first piece of one; notes the piece that must follow."""
-        op, stage, microbatch, part, _ = action
-        due = self.under_way.pop(rank, None)
-        insist(due or part in (0, first), "cut in two:", action, "continues a computation that never began")
-        if part not in (0, last):
-            self.under_way[rank] = (op, stage, microbatch, part + (1 if last > first else -1))
-        return due is None
-
     def check_gathered(self, action: Action) -> None:
         insist(action.stage not in self.sharded - self.gathered, "weights not there:", action)
         insist(action.op.value == "F" or action.stage not in self.reduced | self.exchanged, "reduced too early:", action)
@@ -327,12 +311,10 @@ class _Machine:
 
     def backward(self, rank: int, action: Action) -> None:
         self.bytes.before_backward(rank, action)
-        if self.begins(rank, action, first=self.bytes.parts(action.stage)[-1], last=1):
-            self.backward_input(rank, action)
-            self.in_order("weight gradient", action)
+        self.backward_input(rank, action)
+        self.in_order("weight gradient", action)
         self.free(rank, action)
-        if rank not in self.under_way:
-            self.made_gradient(rank, action)
+        self.made_gradient(rank, action)
 
     def whole_input_half(self, rank: int, action: Action) -> None:
         self.bytes.before_backward(rank, action)
@@ -386,8 +368,7 @@ class _Machine:
             self.use(place, place[1:], action)
             insist(not {(stage, microbatch, 0), place[2:]} & leaving, "freed under its eviction:", action)
         self.bytes.after_weight_half(rank, action)
-        if rank not in self.under_way:
-            self.slots[rank].discard((stage, microbatch, "saved"))
+        self.slots[rank].discard((stage, microbatch, "saved"))
 
     # Skips.
 

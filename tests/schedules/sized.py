@@ -1,4 +1,4 @@
-"""Random plans in bytes: any sizes, parts, computations in pieces, budgets, evictions to other ranks, nodes and the host."""
+"""Random plans in bytes: any sizes, parts, budgets, evictions to other ranks, nodes and the host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError
 from bpipe.passes.balance.balance import balance, minimize_peak
-from bpipe.passes.pieces import in_pieces
-from bpipe.schedules import Costs, Destinations, Link, Op, Plan, Sizes, StageSizes, finish
+from bpipe.schedules import Costs, Destinations, Link, Plan, Sizes, StageSizes, finish
 from tests.schedules.strategies import orders
 
 FEW = st.integers(0, 9)
@@ -80,12 +79,9 @@ def links(draw: st.DrawFn, to: Destinations) -> Costs:
 
 @st.composite
 def problems(draw: st.DrawFn, max_stages: int = 5, max_microbatches: int = 8) -> Problem:
-    """Any plan of computations, some in pieces where all backwards are whole."""
+    """Any plan of computations."""
     plan = draw(orders(max_stages, max_microbatches))
     sizes = draw(sizes_of(plan))
-    is_split = any(action.op is Op.W for lane in plan.actions for action in lane)
-    if not is_split and draw(st.integers(0, 2)) == 0:
-        plan = in_pieces(replace(plan, sizes=sizes))
     to = draw(destinations(plan.num_ranks))
     return Problem(plan, sizes, to, draw(st.none() | links(to)))
 

@@ -20,7 +20,7 @@ ORDERS = {"gpipe": gpipe.order, "1f1b": one_f_one_b.order}
 
 def computations(lanes: Sequence[Sequence[Action]], stage_ranks: Sequence[int], name: str = "test") -> Plan:
     """A plan of computations alone from a list a stage: stages on one rank take turns in the order of their times."""
-    starts = clock(lanes, len(lanes))
+    starts = clock(lanes, len(lanes))[0]
     merged: list[list[tuple[int, int, Action]]] = [[] for _ in range(max(stage_ranks) + 1)]
     for stage, (lane, times) in enumerate(zip(lanes, starts)):
         merged[stage_ranks[stage]] += [(time, stage, action) for action, time in zip(lane, times)]

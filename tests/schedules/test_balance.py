@@ -17,7 +17,7 @@ from bpipe.plan.destinations import Destinations
 from bpipe.schedules import Op, Plan, build, one_f_one_b, verify
 from tests.schedules.replay import occupied, replay
 from tests.schedules.strategies import computations
-from tests.thinned import thinned
+from tests.tiers import examples
 
 # Slots a stage at m = 4p, copies in flight counted at both ends (FACTS.md).
 PEAKS = {
@@ -64,7 +64,7 @@ def test_peaks_at_four_times_as_many_microbatches(p: int) -> None:
     assert list(build("balanced_1f1b", p, 4 * p).peak_slots) == PEAKS[p]
 
 
-@pytest.mark.parametrize("p", thinned(range(1, 17), lambda p: p <= 10))
+@pytest.mark.parametrize("p", range(1, 17))
 def test_bound_and_share_of_moved_microbatches(p: int) -> None:
     k = bound(p)
     for m in range(1, 4 * p + 1):
@@ -76,7 +76,7 @@ def test_bound_and_share_of_moved_microbatches(p: int) -> None:
             assert count >= evictor
 
 
-@pytest.mark.parametrize("p", thinned(range(1, 17), lambda p: p <= 10))
+@pytest.mark.parametrize("p", range(1, 17))
 def test_eager_rule_moves_each_microbatch_but_the_first_and_last_few(p: int) -> None:
     k = bound(p)
     for m in range(1, 4 * p + 1):
@@ -139,7 +139,7 @@ def test_a_rank_without_a_budget_takes_all_evictions() -> None:
 
 
 @given(st.integers(3, 7), st.integers(4, 12), st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_pairs(p: int, m: int, data: st.DataObject) -> None:
     pairs = [data.draw(st.sampled_from([r for r in range(p // 2, p) if r != rank])) for rank in range(p)]
     peaks = build("1f1b", p, m).peak_slots

@@ -34,6 +34,7 @@ from bpipe.schedules import (
 )
 from bpipe.simulator.critical import critical_path
 from tests.schedules.replay import occupied, occupied_bytes, replay
+from tests.tiers import examples
 
 RULES = {rule.name: rule for rule in rules() if rule.placement.directions == 2}
 
@@ -64,7 +65,7 @@ def peaks(plan: Plan) -> list[float]:
 
 def test_bitpipe_is_the_published_figure() -> None:
     plan = made("bitpipe", 4, 4)
-    starts = clock([plan.compute(rank) for rank in range(4)], 16, directions=2)
+    starts = clock([plan.compute(rank) for rank in range(4)], 16, directions=2)[0]
     drawn = []
     for rank, times in enumerate(starts):
         cells = ["."] * 28
@@ -242,7 +243,7 @@ def test_harmful_mutations_are_caught(name: str, harm: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_no_reordering_that_does_harm_is_missed(name: str, data: st.DataObject) -> None:
     plan = made(name, 4, 8)
     rank = data.draw(st.integers(0, 3))
@@ -284,7 +285,7 @@ def sized(draw: st.DrawFn) -> Plan:
 
 
 @given(sized())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_bytes_are_those_of_the_independent_machine(plan: Plan) -> None:
     verify(plan)
     assert replay(plan) is None

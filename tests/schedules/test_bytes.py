@@ -19,6 +19,7 @@ from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish, ver
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, refused, size_changed
 from tests.schedules.replay import occupied, occupied_bytes, replay
 from tests.schedules.sized import Problem, problems, sized_plans
+from tests.tiers import examples
 
 MUTANTS = 12  # of each plan
 
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("little_effort")
 
 
 @given(sized_plans())
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_balanced_plans_verify_run_and_keep_their_budgets(plan: Plan) -> None:
     verify(plan)
     assert occupied(plan) == plan.peak_slots
@@ -46,7 +47,7 @@ def smallest(error: BudgetError) -> list[int | None]:
 
 
 @given(problems(), st.integers(1, 60) | st.lists(st.none() | st.integers(1, 60), min_size=5, max_size=5))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_budget_is_kept_or_the_smallest_that_works_is_named(drawn: Problem, given_budget) -> None:
     """It works, and one quantum less does not: budgets are searched to a part of the highest peak."""
     plan, sizes, to, costs = drawn
@@ -70,7 +71,7 @@ def test_a_budget_is_kept_or_the_smallest_that_works_is_named(drawn: Problem, gi
 
 
 @given(sized_plans(), st.sampled_from(STRUCTURAL), st.randoms(use_true_random=False))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_structural_mutations_are_caught(plan: Plan, mutation: Mutation, random: Random) -> None:
     mutant = mutation(plan, random)
     if mutant is not None:
@@ -98,7 +99,7 @@ def test_an_unsound_plan_says_that_it_is() -> None:
 
 
 @given(sized_plans(), st.lists(st.sampled_from(ORDERING), min_size=1, max_size=2), st.randoms(use_true_random=False))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_harmful_mutations_are_caught(plan: Plan, chosen: list[Mutation], random: Random) -> None:
     for _ in range(MUTANTS):
         mutant = plan
@@ -109,7 +110,7 @@ def test_harmful_mutations_are_caught(plan: Plan, chosen: list[Mutation], random
 
 
 @given(sized_plans(), st.randoms(use_true_random=False))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_a_changed_size_has_the_verdict_of_the_replay(plan: Plan, random: Random) -> None:
     for _ in range(MUTANTS):
         mutant = size_changed(plan, random)
@@ -118,7 +119,7 @@ def test_a_changed_size_has_the_verdict_of_the_replay(plan: Plan, random: Random
 
 
 @given(problems())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_what_is_reached_can_be_asked_for(drawn: Problem) -> None:
     plan, sizes, to, costs = drawn
     lowest = minimize_peak(plan, sizes, to=to, costs=costs)

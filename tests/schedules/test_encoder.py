@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Action, Costs, Op, Plan, build, finish, from_csv, simulate, with_encoder
 from tests.schedules.replay import replay
+from tests.tiers import examples
 
 RULES = ("1f1b", "gpipe", "zb_h1", "interleaved_1f1b", "zbv", "balanced_1f1b")
 
@@ -41,7 +42,7 @@ def problems(draw: st.DrawFn) -> tuple[Plan, int, Costs, int]:
 
 
 @given(problems(), st.none() | st.integers(0, 3))
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_plans_are_sound_and_hold_no_more_than_they_may(problem: tuple[Plan, int, Costs, int], more: int | None) -> None:
     base, pieces, costs, rank = problem
     most = None if more is None else held(base) + more

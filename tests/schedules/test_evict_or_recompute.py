@@ -15,12 +15,12 @@ from bpipe.passes.balance.balance import balance
 from bpipe.passes.communicate import communicate, computations_only, forward_only
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.fit import FINENESS
-from bpipe.passes.pieces import in_pieces
 from bpipe.passes.recompute import recompute
 from bpipe.schedules import Costs, Link, Plan, Sizes, StageSizes, build, finish, simulate
 from tests.schedules.replay import occupied_bytes, replay
 from tests.schedules.sized import destinations, links, sizes_of
 from tests.schedules.strategies import orders
+from tests.tiers import examples
 
 P, M, SIZE = 6, 12, 8
 SIZES = Sizes(stages=tuple(StageSizes(parts=(SIZE,), received=min(s, 1), sent=1) for s in range(P)), static=(0,) * P)
@@ -52,7 +52,7 @@ def smallest(error: BudgetError) -> int | list[int | None]:
 
 
 @given(orders(4, 8), st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_budget_is_kept_or_the_smallest_that_works_is_named(plan: Plan, data: st.DataObject) -> None:
     sizes, to = data.draw(sizes_of(plan)), data.draw(destinations(plan.num_ranks))
     costs, peak = data.draw(links(to)), max(1, *communicate(replace(plan, sizes=sizes)).device_peak_bytes)
@@ -100,13 +100,6 @@ def test_nothing_is_recomputed_that_a_link_hides() -> None:
     assert counts(both) == counts(balance(plain(), sizes=SIZES, budgets=40, costs=link(16))) != (0, 0)
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (lambda plan: in_pieces(replace(plan, sizes=SIZES)), "computes in pieces, which cannot be recomputed: use balance"),
-        (forward_only, "has no backward, so it saves no activations"),
-    ],
-)
-def test_what_cannot_be_done_is_refused(make, reason: str) -> None:
-    with pytest.raises(ConfigurationError, match=reason):
-        evict_or_recompute(make(plain()), sizes=SIZES, budgets=40, costs=link(4))
+def test_what_cannot_be_done_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="has no backward, so it saves no activations"):
+        evict_or_recompute(forward_only(plain()), sizes=SIZES, budgets=40, costs=link(4))

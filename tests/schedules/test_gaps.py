@@ -13,6 +13,7 @@ from bpipe.errors import ConfigurationError
 from bpipe.schedules import Costs, Plan, build, fill_gaps, gaps_of, simulate
 from tests.schedules.replay import waiting_bytes
 from tests.schedules.sized import sized_plans
+from tests.tiers import examples
 
 
 @pytest.mark.parametrize(("p", "m", "idle", "more"), [(8, 16, 0.304, 0.438), (4, 8, 0.273, 0.375)])
@@ -48,7 +49,7 @@ def test_balance_makes_room_on_early_ranks() -> None:
 
 
 @given(sized_plans(), st.integers(0, 2**31))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_no_fill_exceeds_its_budget_beside_what_an_independent_replay_finds(plan: Plan, seed: int) -> None:
     chosen = random.Random(seed)
     costs = Costs(forward_s=chosen.uniform(0.5, 2.0), backward_s=chosen.uniform(0.5, 4.0))

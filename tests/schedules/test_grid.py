@@ -11,8 +11,8 @@ from bpipe.plan.grid import excerpt, head, num_fitting, rows
 from bpipe.schedules import Action, Plan, Sizes, build
 
 LANE = (
-    "0F0.1 0F0.2 0F1.1 0EVICT0.1@host 0EVICT0.2@host 0F1.2 0WAIT_EVICT0.1@host 0WAIT_EVICT0.2@host "
-    "0B1.2 0LOAD0.2@host 0LOAD0.1@host 0B1.1 0WAIT_LOAD0.2@host 0WAIT_LOAD0.1@host 0B0.2 0B0.1"
+    "0F0 0EVICT0.1@host 0EVICT0.2@host 0F1 0WAIT_EVICT0.1@host 0WAIT_EVICT0.2@host "
+    "0LOAD0.2@host 0LOAD0.1@host 0B1 0WAIT_LOAD0.2@host 0WAIT_LOAD0.1@host 0B0"
 )
 
 
@@ -23,7 +23,7 @@ def plan(**memory: object) -> Plan:
     return Plan(actions=actions, **known, **{"sizes": sizes, **memory})  # type: ignore[arg-type]
 
 
-def test_what_moves_between_pieces_is_marked_under_their_computation_and_once_for_all_parts() -> None:
+def test_what_moves_is_marked_under_the_computation_behind_it_and_once_for_all_parts() -> None:
     assert rows(plan()) == ["rank 0 | F0 F1 B1 b1 B0 b0", "       |    ^0 v0"]
 
 
@@ -34,7 +34,7 @@ def test_the_head_counts_bytes_where_the_plan_does() -> None:
 
 
 def test_an_excerpt_names_the_host() -> None:
-    assert excerpt(plan(), 0, False, 3).splitlines()[4] == "      3 0EVICT0.1       host   <-- ERROR HERE"
+    assert excerpt(plan(), 0, False, 1).splitlines()[2] == "      1 0EVICT0.1       host   <-- ERROR HERE"
 
 
 @pytest.mark.parametrize("first", [0, 7])

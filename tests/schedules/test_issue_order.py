@@ -19,6 +19,7 @@ from bpipe.schedules import Action, Plan, build, finish, rules, verify
 from bpipe.schedules.by_name import forward_plan
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import gathering_plans, plans
+from tests.tiers import examples
 
 pytestmark = pytest.mark.usefixtures("little_effort")
 
@@ -85,7 +86,7 @@ def test_slices_are_issued(name: str) -> None:
 
 
 @given(plans() | gathering_plans() | sized_plans())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_any_plan_is_issued(plan: Plan) -> None:
     assert_issued(plan)
 
@@ -102,7 +103,7 @@ def is_refused(plan: Plan, orders: Orders) -> bool:
 
 
 @given(plans() | sized_plans(), st.randoms(use_true_random=False))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_transfers_that_are_issued_elsewhere_are_refused_if_they_stand_still(plan: Plan, random: Random) -> None:
     orders = issue_orders(plan)
     order = random.choice(orders)

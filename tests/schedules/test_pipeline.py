@@ -10,7 +10,6 @@ import pytest
 from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.balance import balance, minimize_peak
 from bpipe.passes.communicate import communicate, computations_only, forward_only
-from bpipe.passes.pieces import in_pieces
 from bpipe.passes.pipeline import PHASES, Pass, Phase, Pipeline
 from bpipe.passes.profiling_order import profiling_order
 from bpipe.passes.recompute import recompute
@@ -27,7 +26,7 @@ def with_sizes(plan: Plan) -> Plan:
 START = Pass.of(computations_only)
 EVICT, RECOMPUTE, SEND = Pass.of(balance, slots=3), Pass.of(recompute, slots=3), Pass.of(communicate)
 SIZED = Pass(name="with_sizes", phase=Phase.COMPUTATIONS, apply=with_sizes)
-PIECES, LOWEST = Pass.of(in_pieces), Pass.of(minimize_peak, SIZES)
+LOWEST = Pass.of(minimize_peak, SIZES)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ PIECES, LOWEST = Pass.of(in_pieces), Pass.of(minimize_peak, SIZES)
     [
         ((START, EVICT, SEND), lambda plan: communicate(balance(computations_only(plan), slots=3))),
         ((START, RECOMPUTE, SEND), lambda plan: communicate(recompute(computations_only(plan), slots=3))),
-        ((START, SIZED, PIECES, LOWEST), lambda plan: minimize_peak(in_pieces(with_sizes(computations_only(plan))), SIZES)),
+        ((START, SIZED, LOWEST), lambda plan: minimize_peak(with_sizes(computations_only(plan)), SIZES)),
         ((Pass.of(profiling_order), SEND), lambda plan: communicate(profiling_order(plan))),
         ((Pass.of(forward_only), SEND), lambda plan: communicate(forward_only(plan))),
         ((), lambda plan: plan),
@@ -54,10 +53,7 @@ def test_a_pipeline_does_what_its_passes_do(passes: tuple[Pass, ...], by_hand: A
         ((START, RECOMPUTE, EVICT), "balance after recompute makes no sense"),
         ((SEND, EVICT), "balance after communicate .* it drops what communicate adds. Put balance before communicate"),
         ((SEND, SEND), "the transfers are there already"),
-        ((PIECES, PIECES), "in pieces already"),
-        ((LOWEST, PIECES), "Put in_pieces before minimize_peak"),
         ((EVICT, START), "Put computations_only before balance"),
-        ((PIECES, RECOMPUTE), "it runs computations whole. Leave out in_pieces, or use balance"),
         ((Pass.of(forward_only), EVICT), "forwards alone save nothing"),
     ],
 )

@@ -22,10 +22,11 @@ from bpipe.passes.fit import FINENESS
 from bpipe.passes.recompute import recompute, recompute_by_count
 from bpipe.plan.meter import occupancy
 from bpipe.schedules import Action, Costs, Op, Plan, Sizes, StageSizes, build, finish, rules, simulate, verify
-from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, assert_caught, damaged, rewritten, with_lanes
+from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, assert_caught, damaged, with_lanes
 from tests.schedules.replay import occupied, occupied_bytes, replay
 from tests.schedules.sized import sizes_of
 from tests.schedules.strategies import orders
+from tests.tiers import examples
 
 MUTANTS = 8  # of each plan
 
@@ -86,7 +87,7 @@ def smallest(error: BudgetError) -> Any:
 
 
 @given(cases())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_a_budget_is_kept_or_the_smallest_that_works_is_named(case):
     plan, sizes, budgets = case
     try:
@@ -111,7 +112,7 @@ def test_a_budget_is_kept_or_the_smallest_that_works_is_named(case):
 
 
 @given(bases(), st.data())
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_the_lowest_is_lower_than_any_that_is_refused(plan, data):
     sizes = data.draw(sizes_of(plan))
     lowest = finish(recompute(plan, sizes=sizes))
@@ -124,7 +125,7 @@ def test_the_lowest_is_lower_than_any_that_is_refused(plan, data):
 
 
 @given(recomputed_plans(), st.lists(st.integers(1, 9), min_size=32, max_size=32))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_recomputation_takes_a_forward(plan, forward_s):
     costs = Costs(forward_s=forward_s[: plan.num_stages])
     timeline = simulate(plan, costs)
@@ -134,7 +135,7 @@ def test_a_recomputation_takes_a_forward(plan, forward_s):
 
 
 @given(recomputed_plans())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_what_is_recomputed_is_decided_anew(plan):
     """By this pass and by the other one."""
     peak = 1 + max(most(plan))
@@ -158,7 +159,7 @@ def fewest(plan: Plan, limit: int) -> int:
 
 
 @given(st.integers(1, 8), st.booleans(), st.randoms(use_true_random=False))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_in_slots_no_fewer_would_do(m, is_split, random):
     """One rank with one stage: any order in which each microbatch runs forward before it runs backward."""
     lane: list[Action] = []
@@ -228,7 +229,7 @@ def test_bytes_by_hand(kept):
     st.lists(st.sampled_from(ORDERING + STRUCTURAL), min_size=1, max_size=2),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_harmful_mutations_are_caught(plan: Plan, chosen: Sequence[Mutation], random: Random) -> None:
     for _ in range(MUTANTS):
         assert_caught(damaged(plan, chosen, random))
@@ -286,20 +287,6 @@ def test_stages_that_share_a_rank_with_a_neighbour_are_left_alone():
         finish(mutant)
     lowest = finish(recompute(plan, sizes=Sizes.of([9] * 4, num_ranks=2)))
     assert not lowest.recomputed(1) and not {2, 1} & {stage for stage, _ in lowest.recomputed(0)}
-
-
-def test_pieces_are_not_recomputed():
-    sizes = Sizes.of([8] * 3, num_parts=2)
-    plan = finish(recompute(PLAN, sizes=sizes, budgets=20))
-    stage, microbatch = min(plan.recomputed(0))
-    found = plan.actions[0].index(Action(Op.F, stage, microbatch))
-    mutant = rewritten(plan, 0, found, Action(Op.F, stage, microbatch, 1))
-    actions = mutant.actions[0]
-    second = Action(Op.F, stage, microbatch, 2)
-    mutant = with_lanes(mutant, {0: (*actions[: found + 1], second, *actions[found + 1 :])})
-    with pytest.raises(PlanError, match=f"0R{microbatch} recomputes a microbatch that runs in pieces"):
-        verify(mutant)
-    assert replay(mutant) is not None
 
 
 def test_a_file_of_torch_cannot_say_it():

@@ -26,7 +26,7 @@ ALL = ([2, 3, 4, 6, 8], [1, 2, 3, 4], [1, 2, 4, 5, 8, 12, 16], [1, 3], [None, 3,
     ("matrix", "num_plans", "digest"),
     [
         (SOME, 85, "029bbfc85a34e06810eca6edd7bf2dd609b7dfb93341c3a605813931ee16c2d6"),
-        pytest.param(ALL, 1300, "e4918b894e536d223b08c839a442cc314456e3c105e4da6da1777915deb2a4ce", marks=pytest.mark.exhaustive),
+        (ALL, 1300, "e4918b894e536d223b08c839a442cc314456e3c105e4da6da1777915deb2a4ce"),
     ],
     ids=["some", "all"],
 )

@@ -31,6 +31,7 @@ from bpipe.tools.chrome_read import load_trace
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, assert_caught, at_other_place, damaged, lanes, refused
 from tests.schedules.replay import crossings, occupied, replay
 from tests.schedules.skip_mutations import HARMS, WAITS, of_skips
+from tests.tiers import examples
 from tests.tools.chrome_schema import violations
 from tests.tools.test_chrome import bound
 
@@ -163,14 +164,13 @@ def assert_all_sound(base: Plan) -> None:
 
 
 @given(bases())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_any_plan_is_sound(base: Plan) -> None:
     assert_all_sound(base)
 
 
-@pytest.mark.exhaustive
 @given(bases())
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_very_many_plans_are_sound(base: Plan) -> None:
     assert_all_sound(base)
 
@@ -203,10 +203,6 @@ def small(name: str) -> Plan:
     return SMALL[name]()
 
 
-USUAL = {*product(("a U",), HARMS), *product(("halves",), ("dropped", "out_of_place")), ("evictions", "under_way")}
-USUAL |= set(product(SMALL, ("mistaken_for_each_other", "other_units"))) - {("evictions", "other_units")}
-
-
 def agree(mutant: Plan) -> bool:
     """Whether a mutant does harm: the verifier and the machine say the same."""
     harm = replay(mutant)
@@ -214,10 +210,8 @@ def agree(mutant: Plan) -> bool:
     return harm is not None
 
 
-@pytest.mark.parametrize(
-    ("name", "harm"),
-    [pytest.param(*case, marks=() if case in USUAL else pytest.mark.exhaustive) for case in product(SMALL, HARMS)],
-)
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", SMALL)
 def test_harm_is_caught(name: str, harm: str) -> None:
     """By the verifier and by the machine alike, which knows nothing of it."""
     plan, count = small(name), 0
@@ -263,7 +257,6 @@ def test_no_harmful_place_of_a_message_is_missed() -> None:
     assert verdicts[True, True] > 100 and verdicts[False, False] > 30
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SMALL)
 def test_no_harmful_place_of_any_action_is_missed(name: str) -> None:
     plan = small(name)
@@ -274,15 +267,14 @@ def test_no_harmful_place_of_any_action_is_missed(name: str) -> None:
 
 
 @given(st.sampled_from(sorted(SMALL)), st.sampled_from(STRUCTURAL), st.randoms(use_true_random=False))
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 def test_structural_mutations_are_caught(name: str, mutation: Mutation, random: Random) -> None:
     mutant = mutation(small(name), random)
     assert mutant is None or (replay(mutant) is not None and refused(mutant))
 
 
-@pytest.mark.exhaustive
 @given(bases(), st.lists(st.sampled_from(ORDERING * 3 + STRUCTURAL), min_size=1, max_size=3), st.randoms(use_true_random=False))
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_harmful_mutations_are_caught(base: Plan, chosen: list[Mutation], random: Random) -> None:
     for plan in variants(base):
         for _ in range(8):

@@ -19,10 +19,11 @@ from bpipe.errors import PlanError
 from bpipe.plan.order import linearise
 from bpipe.schedules import Action, Op, Plan, Sizes, StageSizes, build, finish, one_f_one_b, verify
 from tests.schedules import mutations
+from tests.schedules.lines import lines_of
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, assert_caught, damaged, lanes, refused
 from tests.schedules.replay import occupied, replay
 from tests.schedules.strategies import computations, gathering_plans, plans, split
-from tests.thinned import thinned
+from tests.tiers import examples
 
 MUTANTS = 12  # of each plan
 
@@ -31,7 +32,7 @@ MUTANTS = 12  # of each plan
 
 
 @given(plans())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_generated_plans_verify_and_run(plan: Plan) -> None:
     verify(plan)
     assert occupied(plan) == plan.peak_slots
@@ -54,7 +55,7 @@ def test_one_order_of_everything(plan: Plan) -> None:
 
 
 @given(plans() | gathering_plans(), st.sampled_from(STRUCTURAL), st.randoms(use_true_random=False))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_structural_mutations_are_caught(plan: Plan, mutation: Mutation, random: Random) -> None:
     mutant = mutation(plan, random)
     if mutant is not None:
@@ -67,7 +68,7 @@ def test_structural_mutations_are_caught(plan: Plan, mutation: Mutation, random:
     st.lists(st.sampled_from(ORDERING * 3 + STRUCTURAL), min_size=1, max_size=3),
     st.randoms(use_true_random=False),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_harmful_mutations_are_caught(plan: Plan, chosen: list[Mutation], random: Random) -> None:
     for _ in range(MUTANTS):
         assert_caught(damaged(plan, chosen, random))
@@ -102,10 +103,9 @@ SMALL: dict[str, Callable[[], Plan]] = {
     "weights gathered": lambda: build("breadth_first", 4, 2),
     "two stages on a rank": lambda: finish(computations(one_f_one_b.order(4, 2), (0, 1, 1, 0))),
 }
-LARGEST = ("eager", "an acceptor busy itself", "no room to spare", "weights gathered")
 
 
-@pytest.mark.parametrize("name", thinned(SMALL, lambda name: name not in LARGEST))
+@pytest.mark.parametrize("name", SMALL)
 def test_no_harmful_reordering_is_missed(name: str) -> None:
     """Every one of them, thousands a plan; and the verifier is not so strict that it refuses what does no harm.
 
@@ -171,6 +171,18 @@ def test_every_violation_is_reported_at_once_with_the_place_of_the_first() -> No
     assert marked == [[str(len(second) - 1), "1B0", "<--", "ERROR", "HERE"]]
 
 
+def test_of_many_violations_the_first_are_shown_and_the_rest_are_counted() -> None:
+    plan = build("1f1b", 4, 12)
+    silent = replace(plan, actions=tuple(tuple(one for one in lane if one.op is not Op.SEND_F) for lane in plan.actions))
+    with pytest.raises(PlanError) as raised:
+        verify(silent)
+    first, *shown = str(raised.value).splitlines()
+    missing = [f"{rank}SEND_F{microbatch} is missing" for rank in range(3) for microbatch in range(12)]
+    assert first == f"plan '1f1b' breaks 36 rules: {missing[0]}"
+    assert [line.rpartition(": ")[2] for line in shown[:20]] == missing[:20]
+    assert shown[20:22] == ["  ... and 16 more", ""]
+
+
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
@@ -230,7 +242,12 @@ def test_what_is_of_a_whole_stage_names_nothing_else(op: Op, change: dict[str, i
 # What it costs.
 
 
-@pytest.mark.slow
+def test_planning_is_work_near_to_linear() -> None:
+    """Of four times as many microbatches: linear is 4, quadratic 16."""
+    few, many = (lines_of(lambda m=m: build("balanced_1f1b", 16, m)) for m in (32, 128))
+    assert many < 6 * few
+
+
 def test_planning_is_quick_and_linear() -> None:
     """In process time, and the best of a few runs, beside work of the same minute: machines change their speed."""
 

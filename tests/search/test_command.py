@@ -55,9 +55,9 @@ def test_a_budget_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None
     "more, says",
     [
         (["--budget", "lowest"], "give --budget in bytes"),
-        (["--slots", "3"], "leave --slots, --inside and --overlapped out"),
+        (["--slots", "3"], "leave --slots and --overlapped out"),
         (["--budget", "1,2,3"], "--budget has 3 entries: give one number, or one for each of 4 ranks"),
-        (["--overlapped"], "leave --slots, --inside and --overlapped out"),
+        (["--overlapped"], "leave --slots and --overlapped out"),
         (["--effort", "0"], "'0' is not a whole number of at least 1"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from itertools import permutations
 from random import Random
 
@@ -13,6 +14,7 @@ from bpipe.search.bounds import lower_bound_s
 from bpipe.search.exact import exact
 from bpipe.search.job_shop import JobShop
 from bpipe.search.list_schedule import RULES, listed
+from tests.ranks import run_ranks
 from tests.search.tables import Table
 
 
@@ -30,6 +32,20 @@ def test_the_fastest_of_all_orders() -> None:
         assert found.step_s == pytest.approx(min(steps), rel=1e-5) and found.least_s == pytest.approx(min(steps), rel=1e-5)
         assert lower_bound_s(shop, limits) <= min(steps) * (1 + 1e-9)
         assert max(steps) > min(steps) or limit == 1
+
+
+def interrupted_later(rank: int) -> str:
+    shop = JobShop(build("gpipe", 2, 2), Costs(forward_s=[1.0, 1.5]))
+    exact(shop, [None] * 2, shop.lanes)
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        return "Ctrl-C is raised"
+    return "Ctrl-C is lost"
+
+
+def test_ctrl_c_works_as_before_behind_it() -> None:
+    assert run_ranks(interrupted_later, 1) == ["Ctrl-C is raised"]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -112,7 +112,6 @@ def test_progress_goes_from_nothing_to_all() -> None:
     assert told == sorted(told) and told[-1] == pytest.approx(1.0) and 0 < told[0] < 1
 
 
-@pytest.mark.exhaustive
 def test_many_random_tables() -> None:
     """The study in short: benchmarks/RESULTS.md has more of them."""
     rows = [row for index in range(40) for row in measured(5000 + index)]
@@ -120,7 +119,6 @@ def test_many_random_tables() -> None:
     assert sum(row["found"] for row in rows) > 30 and max(float(row["gain"] or 0) for row in rows) > 0.03
 
 
-@pytest.mark.exhaustive
 def test_small_tables_are_nearly_solved() -> None:
     rows = [row for index in range(4) for row in solved(5000 + index)]
     over = [float(row["over_exact"]) for row in rows]

@@ -15,8 +15,8 @@ from bpipe.search.few import few_of, with_fewer, with_more
 from bpipe.search.job_shop import JobShop
 from bpipe.search.named import named
 from bpipe.search.setting import Setting
-from bpipe.search.within import kept_within
-from bpipe.search.work import Family, Found, Work
+from bpipe.search.within import kept_by_moving, kept_within
+from bpipe.search.work import Family, Found
 from tests.schedules.replay import occupied_bytes, replay
 from tests.search.tables import Table
 
@@ -125,9 +125,8 @@ def test_an_order_made_on_few_microbatches_serves_many() -> None:
 def test_bounds_of_recomputation_hold() -> None:
     for seed in range(210, 213):
         for family in Table.random(Random(seed), (3, 4)).families():
-            work = Work(family)
-            for order in work.orders:
-                kept = work.kept_by_moving(order)
+            for order in family.orders:
+                kept = kept_by_moving(order, family.setting, bound_s=family.bound_of(order))
                 free = kept_within(order, family.setting)
                 assert (kept is None) == (free is None)
                 if kept is not None and free is not None:

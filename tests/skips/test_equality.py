@@ -16,7 +16,6 @@ import bpipe
 from bpipe.comm.transport.in_process import LoopbackTransport
 from bpipe.schedules import Channel, Op, Plan, Purpose, build
 from tests.skips.models import KINDS, Model, by_itself, gradients_by_itself, model_of
-from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -89,10 +88,9 @@ def crossing(model: Model, plan: Plan) -> Counter[tuple[int, int]]:
 
 
 CASES = [(kind, num_stages, name) for kind, num_stages, name in product(KINDS, (2, 4, 8), SCHEDULES)]
-USUAL = {("unet", 4), ("residuals", 8), ("encoder and decoder", 4)}
 
 
-@pytest.mark.parametrize(("kind", "num_stages", "name"), thinned(CASES, lambda kind, num_stages, _: (kind, num_stages) in USUAL))
+@pytest.mark.parametrize(("kind", "num_stages", "name"), CASES)
 def test_training_is_that_of_a_single_process(kind: str, num_stages: int, name: str, sent: Counter[Channel]) -> None:
     model = model_of(kind, num_stages, 2 * M)
     plan = build(name, num_stages, M, num_ranks=num_stages // SCHEDULES[name], skips=model.skips.values())

@@ -58,7 +58,13 @@ def test_slices_hand_on_skips(slots: int | None) -> None:
     x, target = torch.randn(2, 2 * m, 3 * k, WIDTH, dtype=torch.float64)
     loopback = bpipe.Loopback(4)
     schedules = [
-        bpipe.Seq1F1B(bpipe.PipelineStage(one, i, 4, "cpu", loopback.rank(i), skips=SKIPS), m, mse, slices=k, slots=slots)
+        bpipe.Seq1F1B(
+            bpipe.PipelineStage(one, i, 4, "cpu", loopback.rank(i), skips=SKIPS),
+            m,
+            mse,
+            slices=k,
+            options=bpipe.Options(slots=slots),
+        )
         for i, one in enumerate(stages)
     ]
     assert slots is None or schedules[0].plan.evicted(0)

@@ -13,7 +13,6 @@ import bpipe
 from tests.ranks import run_ranks
 from tests.skips.models import KINDS, gradients_by_itself, model_of
 from tests.skips.test_equality import assert_close
-from tests.thinned import thinned
 
 M = 8
 
@@ -47,10 +46,9 @@ def on_rank(rank: int, p: int, kind: str, name: str) -> dict[int, list[torch.Ten
 
 
 CASES = list(product((2, 4), KINDS, CLASSES))
-USUAL = {(4, "unet", "balanced"), (4, "residuals", "in bytes"), (2, "residuals", "zbv"), (4, "encoder and decoder", "1f1b")}
 
 
-@pytest.mark.parametrize(("p", "kind", "name"), thinned(CASES, lambda *case: case in USUAL))
+@pytest.mark.parametrize(("p", "kind", "name"), CASES)
 def test_processes_train_as_a_single_one(p: int, kind: str, name: str) -> None:
     model = model_of(kind, p * CLASSES[name][1], 2 * M)
     gradients_by_itself(model, M)

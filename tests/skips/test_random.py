@@ -113,7 +113,6 @@ def test_a_random_graph_of_stages_trains_as_in_a_single_process(seed: int) -> No
     check(seed)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("first", range(100, 200, 50))
 def test_many_random_graphs_of_stages(first: int) -> None:
     for seed in range(first, first + 50):

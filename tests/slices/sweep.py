@@ -109,7 +109,13 @@ def _sliced(model: nn.Module, stages: list[nn.Module], words: torch.Tensor, targ
     model.zero_grad()
     loopback = Loopback(2)
     schedules = [
-        Seq1F1B(PipelineStage(stage, i, 2, "cpu", loopback.rank(i)), 2, loss_fn=_loss, slices=3, slice_lengths=LENGTHS)
+        Seq1F1B(
+            PipelineStage(stage, i, 2, "cpu", loopback.rank(i)),
+            2,
+            loss_fn=_loss,
+            slices=3,
+            options=bpipe.Options(slice_lengths=LENGTHS),
+        )
         for i, stage in enumerate(stages)
     ]
     loopback.step(schedules, words, target=target)

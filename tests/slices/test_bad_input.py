@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer
 
-from bpipe import Interleaved1F1B, Loopback, PipelineStage, Seq1F1B
+from bpipe import Interleaved1F1B, Loopback, PipelineStage, Seq1F1B, logs
+from bpipe.api.options import Options
 from bpipe.errors import AgreementError, ConfigurationError, SavedTensorError, StageError
 from bpipe.slices import UpTo
+from tests.patience import PATIENCE_S
 from tests.slices.models import WIDTH, Stage
 
 mse = nn.functional.mse_loss
@@ -121,10 +124,34 @@ DRAWS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("how", DRAWS)
+@pytest.mark.usefixtures("no_other_threads")
 def test_random_numbers_from_elsewhere(how: str) -> None:
     module = Changed(lambda y, past: (y * DRAWS[how](y), None))
     with pytest.raises(StageError, match=r"drew random numbers in its forward \(dropout\?\)"):
         step(module)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["Python", "NumPy"])
+def test_another_thread_that_draws_ends_no_training(
+    draw: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that loads and changes data: nobody can tell whose numbers these were, so that it is said once."""
+    monkeypatch.setattr(logs, "_SAID", set())
+    free = threading.Event()
+    waiting = threading.Thread(target=free.wait, args=(PATIENCE_S,), name="waiting")
+
+    def slow(y: torch.Tensor, past: tuple[Any, ...]) -> Any:
+        loader = threading.Thread(target=draw)
+        loader.start()
+        loader.join(PATIENCE_S)
+        return y, None
+
+    waiting.start()
+    step(Changed(slow))
+    free.set()
+    waiting.join(PATIENCE_S)
+    (record,) = caplog.records
+    assert "by it or by another thread of this process (" in record.getMessage() and "waiting" in record.getMessage()
 
 
 def test_generators_of_a_compiled_module() -> None:
@@ -175,17 +202,17 @@ def test_a_running_sum_in_place() -> None:
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"slice_lengths": [3, 2, 2]}, r"makes slices of \[3, 2, 2\] positions, but the sequence has 6"),
-        ({"slice_lengths": [0.5, 0.4, 0.2]}, r"shares of a sequence must add up to 1, not 1\.1"),
-        ({"slice_lengths": [0.9, 0.05, 0.05]}, r"each slice needs at least one"),
+        ({"options": Options(slice_lengths=[3, 2, 2])}, r"makes slices of \[3, 2, 2\] positions, but the sequence has 6"),
+        ({"options": Options(slice_lengths=[0.5, 0.4, 0.2])}, r"shares of a sequence must add up to 1, not 1\.1"),
+        ({"options": Options(slice_lengths=[0.9, 0.05, 0.05])}, r"each slice needs at least one"),
         ({"slices": 7}, r"a sequence of 6 positions cannot be cut into 7 slices: give fewer slices"),
         ({"target": torch.randn(2, 5, WIDTH)}, r"the target has 5 positions and args\[0\] has 6"),
         ({"kwargs": {"mask": torch.ones(6, 6)}}, r"kwargs\['mask'\] .* may be a mask of queries and keys, which may look ahead"),
         ({"target": torch.randn(2)}, r"the target has no dimension of positions, so no slice can be compared with it"),
-        ({"target_slice_spec": "x"}, r"target_slice_spec contains a str"),
+        ({"options": Options(target_slice_spec="x")}, r"target_slice_spec contains a str"),
         ({"kwargs": {"mask": torch.ones(2, 6, 6)}}, r"kwargs\['mask'\] .* may be a mask of queries and keys, which may look ahead"),
         ({"kwargs": {"mask": torch.ones(2, 1, 6, 6)}}, r"kwargs\['mask'\] has 1 positions"),
-        ({"args_slice_spec": (TensorChunkSpec(5),)}, r"args\[0\] has the shape .* and no dimension 5"),
+        ({"options": Options(args_slice_spec=(TensorChunkSpec(5),))}, r"args\[0\] has the shape .* and no dimension 5"),
         (
             {"kwargs": {"ids": np.zeros((2, 6))}},
             r"kwargs\['ids'\] is a numpy\.ndarray, which cannot be cut along a sequence: give tensors",
@@ -194,7 +221,7 @@ def test_a_running_sum_in_place() -> None:
             {"kwargs": {"rows": torch.nested.nested_tensor([torch.ones(6, 2)] * 2, layout=torch.jagged)}},
             r"kwargs\['rows'\] is a nested tensor",
         ),
-        ({"output_slice_spec": "x"}, r"output_slice_spec contains a str"),
+        ({"options": Options(output_slice_spec="x")}, r"output_slice_spec contains a str"),
     ],
 )
 def test_values_that_do_not_fit(options: Any, told: str) -> None:
@@ -202,22 +229,28 @@ def test_values_that_do_not_fit(options: Any, told: str) -> None:
         step(Masked(), **options)
 
 
-@pytest.mark.parametrize("lengths", [[1.0], [3, 3], [4, 3, -1]])
-def test_lengths_that_are_none(lengths: list[float]) -> None:
+@pytest.mark.parametrize(
+    "lengths", [[1.0], [3, 3], [4, 3, -1], 3, "333", torch.tensor(3), torch.ones(3, 2), [None, 1, 2], torch.tensor([4, 3, -1])]
+)
+def test_lengths_that_are_none(lengths: Any) -> None:
     with pytest.raises(ConfigurationError, match="give 3 positive numbers, one for each slice"):
-        schedule_of(Masked(), slice_lengths=lengths)
+        schedule_of(Masked(), options=Options(slice_lengths=lengths))
 
 
 def test_what_each_slice_gets() -> None:
     module = Masked()
     kwargs = {"ids": torch.arange(12).view(2, 6), "padding": torch.ones(2, 6), "scale": torch.ones(2), "table": torch.ones(2, 9)}
-    step(module, kwargs=kwargs, kwargs_slice_spec={"ids": TensorChunkSpec(1), "padding": UpTo(), "scale": None, "table": None})
+    step(
+        module,
+        kwargs=kwargs,
+        options=Options(kwargs_slice_spec={"ids": TensorChunkSpec(1), "padding": UpTo(), "scale": None, "table": None}),
+    )
     assert module.seen == [{"ids": (2, 2), "padding": (2, end), "scale": (2,), "table": (2, 9)} for end in (2, 4, 6)]
 
 
 def test_what_there_is_no_slice_for() -> None:
     with pytest.raises(ConfigurationError, match="the stages take no slices, but slice_lengths or a slice spec was given"):
-        schedule_of(nn.Linear(WIDTH, WIDTH), slices=1, slice_lengths=[1.0])
+        schedule_of(nn.Linear(WIDTH, WIDTH), slices=1, options=Options(slice_lengths=[1.0]))
     with pytest.raises(StageError, match=r"step\(past=\.\.\.\)"):
         step(Masked(), kwargs={"past": torch.ones(2, 6)})
 
@@ -262,7 +295,11 @@ def test_outputs_with_a_spec() -> None:
     stage = PipelineStage(module, 0, 1, "cpu", loopback.rank(0))
     spec = {"turned": TensorChunkSpec(2), "sum": _CustomReducer(torch.zeros(WIDTH), torch.add)}
     schedule = Seq1F1B(
-        stage, 2, slices=3, output_slice_spec=spec, output_merge_spec={"turned": TensorChunkSpec(0), "sum": spec["sum"]}
+        stage,
+        2,
+        slices=3,
+        options=Options(output_slice_spec=spec),
+        output_merge_spec={"turned": TensorChunkSpec(0), "sum": spec["sum"]},
     )
     x = torch.randn(2, 6, WIDTH)
     found, expected = schedule.eval(x), module.linear(x)
@@ -274,14 +311,17 @@ def test_ranks_that_cut_at_different_places() -> None:
     """Without a loss nothing else would show it."""
     loopback, x = Loopback(2), torch.randn(2, 6, WIDTH)
     stages = [PipelineStage(Masked(), i, 2, "cpu", loopback.rank(i)) for i in range(2)]
-    schedules = [Seq1F1B(stage, 1, slices=3, slice_lengths=lengths) for stage, lengths in zip(stages, ([2, 2, 2], [3, 2, 1]))]
+    schedules = [
+        Seq1F1B(stage, 1, slices=3, options=Options(slice_lengths=lengths))
+        for stage, lengths in zip(stages, ([2, 2, 2], [3, 2, 1]))
+    ]
     with pytest.raises(AgreementError, match=r"ranks 0 and 1 cut .* their slices have 2, 2, 2 and 3, 2, 1 positions"):
         loopback.eval(schedules, x, ids=torch.zeros(2, 6))
 
 
 def test_widths_as_large_as_the_sequence_are_no_masks() -> None:
     x, module = torch.randn(2, WIDTH, WIDTH), Masked()
-    schedule = schedule_of(module, slice_lengths=[6, 5, 5])
+    schedule = schedule_of(module, options=Options(slice_lengths=[6, 5, 5]))
     assert schedule.step(x, target=x).shape == x.shape
     assert module.lengths == [6, 5, 5]
 
@@ -326,13 +366,13 @@ def test_features_are_no_positions() -> None:
 def test_masks_of_queries_and_keys() -> None:
     """Each slice gets its queries' rows, and the keys up to its end."""
     module, mask = Masked(), torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
-    step(module, kwargs={"mask": mask}, kwargs_slice_spec={"mask": UpTo(3, rows=2)})
+    step(module, kwargs={"mask": mask}, options=Options(kwargs_slice_spec={"mask": UpTo(3, rows=2)}))
     assert module.seen == [{"mask": (2, 1, 2, end)} for end in (2, 4, 6)]
     for ahead in (torch.ones_like(mask), torch.zeros(2, 1, 6, 6)):
         with pytest.raises(ConfigurationError, match="shows queries of positions 0 to 1 keys behind them"):
-            step(module, kwargs={"mask": ahead}, kwargs_slice_spec={"mask": UpTo(3, rows=2)})
+            step(module, kwargs={"mask": ahead}, options=Options(kwargs_slice_spec={"mask": UpTo(3, rows=2)}))
     with pytest.raises(ConfigurationError, match="no dimension 1 of 6 queries"):
-        step(module, kwargs={"mask": mask}, kwargs_slice_spec={"mask": UpTo(3, rows=1)})
+        step(module, kwargs={"mask": mask}, options=Options(kwargs_slice_spec={"mask": UpTo(3, rows=1)}))
 
 
 def test_errors_name_microbatches_and_slices() -> None:

@@ -34,7 +34,7 @@ def looped(modules: list[Any], p: int, batch: Any, m: int, steps: int = 1, make:
 
 @pytest.mark.parametrize(
     "options",
-    [{"slices": 2}, {"slices": 4, "slice_lengths": [5, 4, 2, 1]}, {"slices": 3}],
+    [{"slices": 2}, {"slices": 4, "options": bpipe.Options(slice_lengths=[5, 4, 2, 1])}, {"slices": 3}],
     ids=["k = 2", "lengths", "k = 3"],
 )
 @pytest.mark.parametrize("kind", ["attention", "lstm"])
@@ -59,7 +59,9 @@ def in_bytes(*args: Any, **options: Any) -> Any:
     return bpipe.Balanced(Interleaved1F1B(*args, **options))
 
 
-@pytest.mark.parametrize("make, options", [(Interleaved1F1B, {"slots": 10}), (in_bytes, {})], ids=["slots", "bytes"])
+@pytest.mark.parametrize(
+    "make, options", [(Interleaved1F1B, {"options": bpipe.Options(slots=10)}), (in_bytes, {})], ids=["slots", "bytes"]
+)
 def test_balanced_is_interleaved_to_the_bit(make: Any, options: dict[str, Any]) -> None:
     modules, batch = stages_of("attention", 8), batch_of(8)
     looped(modules, 4, batch, 8, slices=2)
@@ -114,7 +116,7 @@ def test_given_plans(name: str, slots: int | None) -> None:
     def given(stage: Any, m: int, **how: Any) -> Any:
         return FromPlan(stage, plan, **how)
 
-    run(modules, given, 3, batch, slice_lengths=[0.5, 0.3, 0.2])
+    run(modules, given, 3, batch, options=bpipe.Options(slice_lengths=[0.5, 0.3, 0.2]))
     assert furthest(taken(modules), expected) < 1e-12
 
 
@@ -155,14 +157,14 @@ def padded_gradients(make: Any, p: int, **options: Any) -> list[torch.Tensor]:
 
 def test_a_mask_of_padding() -> None:
     def whole(stages: Any) -> Any:
-        return Interleaved1F1B(stages, 2, loss_fn=mse, slices=1, kwargs_slice_spec={"mask": UpTo()})
+        return Interleaved1F1B(stages, 2, loss_fn=mse, slices=1, options=bpipe.Options(kwargs_slice_spec={"mask": UpTo()}))
 
     def in_slices(stages: Any) -> Any:
-        return Interleaved1F1B(stages, 2, loss_fn=mse, slices=3, kwargs_slice_spec={"mask": UpTo()})
+        return Interleaved1F1B(stages, 2, loss_fn=mse, slices=3, options=bpipe.Options(kwargs_slice_spec={"mask": UpTo()}))
 
     def given(stages: Any) -> Any:
         plan = build("interleaved_1f1b", 2, 2, num_ranks=1, slices=4)
-        return FromPlan(stages, plan, loss_fn=mse, kwargs_slice_spec={"mask": UpTo()})
+        return FromPlan(stages, plan, loss_fn=mse, options=bpipe.Options(kwargs_slice_spec={"mask": UpTo()}))
 
     expected = padded_gradients(whole, 2)
     for make in (in_slices, given):
@@ -178,12 +180,20 @@ def one_stage(module: nn.Module) -> PipelineStage:
     [
         (
             build("seq_1f1b", 1, 2, slices=4),
-            {"slice_lengths": [6, 4, 2]},
+            {"options": bpipe.Options(slice_lengths=[6, 4, 2])},
             r"plan 'seq_1f1b' cuts each microbatch into 4 slices, but slice_lengths=\[6, 4, 2\] has 3: .* a plan with slices=3",
         ),
-        (build("1f1b", 1, 2), {"slice_lengths": [6, 6]}, "1f1b takes whole microbatches here, but slice_lengths or a slice spec"),
-        (build("1f1b", 1, 2), {"kwargs_slice_spec": {"mask": UpTo()}}, "or, for FromPlan, by a plan that was built with it"),
-        (build("seq_1f1b", 1, 2, slices=2), {"args_slice_spec": ("x",)}, "args_slice_spec contains a str"),
+        (
+            build("1f1b", 1, 2),
+            {"options": bpipe.Options(slice_lengths=[6, 6])},
+            "1f1b takes whole microbatches here, but slice_lengths or a slice spec",
+        ),
+        (
+            build("1f1b", 1, 2),
+            {"options": bpipe.Options(kwargs_slice_spec={"mask": UpTo()})},
+            "or, for FromPlan, by a plan that was built with it",
+        ),
+        (build("seq_1f1b", 1, 2, slices=2), {"options": bpipe.Options(args_slice_spec=("x",))}, "args_slice_spec contains a str"),
     ],
 )
 def test_options_that_disagree_with_the_plan(plan: Plan, options: dict[str, Any], told: str) -> None:
@@ -204,8 +214,10 @@ def test_a_plan_whose_slices_are_more_than_the_positions() -> None:
 
 
 def test_options_without_slices() -> None:
+    rank = Loopback(1).rank(0)
+    stages = [PipelineStage(module, i, 2, "cpu", rank) for i, module in enumerate(stages_of("lstm", 2))]
     with pytest.raises(ConfigurationError, match=r"interleaved_1f1b takes whole microbatches here.*by slices=k"):
-        Interleaved1F1B([one_stage(stages_of("lstm", 1)[0])], 2, loss_fn=mse, slice_lengths=[1.0])
+        Interleaved1F1B(stages, 2, loss_fn=mse, options=bpipe.Options(slice_lengths=[1.0]))
 
 
 def test_seq_1f1b_of_the_plan_is_the_class() -> None:

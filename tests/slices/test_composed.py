@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bpipe import PipelineStage, Seq1F1B
+from bpipe.api.options import Options
 from tests.ranks import run_ranks
 from tests.slices.models import WIDTH, Stage, batch_of, stages_of
 from tests.slices.test_losses import Head, cross_entropy
@@ -56,7 +57,11 @@ def padded(rank: int) -> list[torch.Tensor]:
     fully_shard(module, mesh=mesh["dp"])
     x, words = (one.chunk(2)[replica] for one in (batch_of(4)[0], padded_words()))
     schedule = Seq1F1B(
-        PipelineStage(module, stage, 2, "cpu", mesh.get_group("pp")), 2, loss_fn=cross_entropy, slices=3, timeout_s=30.0
+        PipelineStage(module, stage, 2, "cpu", mesh.get_group("pp")),
+        2,
+        loss_fn=cross_entropy,
+        slices=3,
+        options=Options(timeout_s=30.0),
     )
     schedule.step(x, target=words)
     return full(module)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from bpipe import Loopback, PipelineStage, Seq1F1B
+from bpipe import FromPlan, Loopback, PipelineStage, Seq1F1B
+from bpipe.api.options import Options
 from bpipe.errors import StageError
+from bpipe.schedules import build
 from bpipe.slices.slicing import Slicing
 from tests.slices.models import WIDTH, Stage, batch_of
 from tests.slices.test_run import furthest, taken
@@ -78,6 +83,38 @@ def test_lengths_in_positions_and_shares() -> None:
     assert Slicing(4, [0.366, 0.252, 0.205, 0.177])._lengths_of(1000) == [366, 252, 205, 177]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "cut"),
+    [
+        (torch.tensor([5, 3, 2]), [5, 3, 2]),
+        (torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64), [5, 3, 2]),
+        (np.array([5, 3, 2]), [5, 3, 2]),
+        (list(np.array([5, 3, 2])), [5, 3, 2]),  # numpy's own numbers
+        ([torch.tensor(5), torch.tensor(3), 2], [5, 3, 2]),
+        (iter([5, 3, 2]), [5, 3, 2]),
+        ({5: "a", 3: "b", 2: "c"}.keys(), [5, 3, 2]),
+        (array("q", [5, 3, 2]), [5, 3, 2]),
+        ([Fraction(1, 2), Fraction(1, 4), 0.25], [5, 3, 2]),
+    ],
+)
+def test_lengths_are_numbers_wherever_they_are(lengths: Any, cut: list[int]) -> None:
+    assert Slicing(3, lengths)._lengths_of(10) == cut
+
+
+def test_lengths_in_a_tensor_of_a_schedule_and_of_a_plan() -> None:
+    torch.manual_seed(0)
+    module, (x, target) = Stage("lstm").double(), batch_of(2)
+    plan, mse, found = build("seq_1f1b", 1, 2, slices=2), nn.functional.mse_loss, []
+    for lengths in ([8, 4], torch.tensor([8, 4])):
+        for make in (
+            lambda stage, lengths: Seq1F1B(stage, 2, mse, slices=2, options=Options(slice_lengths=lengths)),
+            lambda stage, lengths: FromPlan(stage, plan, mse, options=Options(slice_lengths=lengths)),
+        ):
+            make(PipelineStage(module, 0, 1, "cpu", Loopback(1).rank(0)), lengths).step(x, target=target)
+            found.append(taken([module]))
+    assert all(furthest(found[0], other) == 0 for other in found)
+
+
 class Limited(Head):
     """A head that leaves words out, as for a vocabulary that is filled up."""
 
@@ -127,3 +164,22 @@ def test_losses_that_slices_do_not_make_up(loss_fn: Any, options: Any, told: str
     with pytest.raises(StageError, match=told):
         schedule.step(x.to(dtype), target=target.to(dtype))
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_what_a_look_at_the_targets_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read in a step, which waits for a device, and no loss for a new length, as nearly every step of padded data has."""
+    lengths, reads, read = [], list[int](), torch.Tensor.tolist
+    stage = PipelineStage(Head().double(), 0, 1, "cpu", Loopback(1).rank(0))
+
+    def loss_fn(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        lengths.append(logits.shape[1])
+        return cross_entropy(logits, words)
+
+    schedule = Seq1F1B(stage, 4, loss_fn=loss_fn, slices=2)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.numel()) or read(tensor))
+    for length in range(12, 17):
+        begun = len(lengths)
+        schedule.step(batch_of(4)[0][:, :1].repeat(1, length, 1), target=torch.arange(1, length + 1).remainder(6).repeat(8, 1) + 1)
+        if length > 12:
+            assert len(lengths) == begun + 8
+    assert [number for number in reads if number == 3 * 8] == [24] * 5 and 3 not in reads

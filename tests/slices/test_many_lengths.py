@@ -84,12 +84,12 @@ def balanced(*args: Any, **options: Any) -> Any:
     "make, options",
     [
         (Seq1F1B, {}),
-        (Seq1F1B, {"slice_lengths": [0.5, 0.25, 0.25]}),
-        (Seq1F1B, {"slice_lengths": by_cost}),
-        (Seq1F1B, {"slice_lengths": by_cost, "slots": 5}),
-        (TeraPipe, {"slice_lengths": by_cost}),
-        (Interleaved1F1B, {"slice_lengths": by_cost}),
-        (from_plan, {"slice_lengths": by_cost}),
+        (Seq1F1B, {"options": bpipe.Options(slice_lengths=[0.5, 0.25, 0.25])}),
+        (Seq1F1B, {"options": bpipe.Options(slice_lengths=by_cost)}),
+        (Seq1F1B, {"options": bpipe.Options(slice_lengths=by_cost, slots=5)}),
+        (TeraPipe, {"options": bpipe.Options(slice_lengths=by_cost)}),
+        (Interleaved1F1B, {"options": bpipe.Options(slice_lengths=by_cost)}),
+        (from_plan, {"options": bpipe.Options(slice_lengths=by_cost)}),
     ],
     ids=["equal", "shares", "by cost", "balanced", "TeraPipe", "interleaved", "plan"],
 )
@@ -103,12 +103,16 @@ def test_gradients_are_those_of_whole_sequences(kind: str, make: Any, options: d
         assert furthest(taken(modules), expected) < 1e-12
         torch.testing.assert_close(pipeline_losses, losses, rtol=1e-12, atol=0)
         assert all(schedule.stats["peak_bytes"] == schedule.stats["predicted_peak_bytes"] for schedule in pipeline.schedules)
-    assert any(schedule.stats["evicted_bytes"] for schedule in pipeline.schedules) == ("slots" in options)
+    has_budget = options.get("options", bpipe.Options()).slots is not None
+    assert any(schedule.stats["evicted_bytes"] for schedule in pipeline.schedules) == has_budget
 
 
 def test_balanced_in_bytes_is_plain_to_the_bit() -> None:
     modules = stages_of("attention", 4)
-    plain, other = Pipeline(modules, slice_lengths=by_cost), Pipeline(modules, balanced, slice_lengths=by_cost)
+    plain, other = (
+        Pipeline(modules, options=bpipe.Options(slice_lengths=by_cost)),
+        Pipeline(modules, balanced, options=bpipe.Options(slice_lengths=by_cost)),
+    )
     for positions in (POSITIONS, POSITIONS, POSITIONS[::-1]):
         plain.step(*batches(positions))
         expected = taken(modules)
@@ -137,7 +141,7 @@ class Seen(nn.Module):
 )
 def test_each_microbatch_is_cut_by_its_own_length(lengths: Any, cut: list[int]) -> None:
     module = Seen()
-    Pipeline([module], slice_lengths=lengths).step(*batches(POSITIONS))
+    Pipeline([module], options=bpipe.Options(slice_lengths=lengths)).step(*batches(POSITIONS))
     assert module.seen == cut
 
 
@@ -148,7 +152,7 @@ def test_the_function_is_asked_for_each_microbatch() -> None:
         asked.append(positions)
         return [1, positions - 2, 1]
 
-    pipeline = Pipeline([Seen()], slice_lengths=lengths)
+    pipeline = Pipeline([Seen()], options=bpipe.Options(slice_lengths=lengths))
     pipeline.step(*batches(POSITIONS))
     pipeline.step(*batches([5, 5, 6, 5]))
     assert asked == [*POSITIONS, 5, 5, 6, 5]
@@ -163,7 +167,7 @@ def test_words_that_count() -> None:
     for i, of_one in enumerate(words):
         of_one[0, i + 1 :] = -100
     expected, losses = whole(modules, given, words, cross_entropy)
-    pipeline, found = Pipeline(modules, loss_fn=cross_entropy, slice_lengths=by_cost), list[torch.Tensor]()
+    pipeline, found = Pipeline(modules, loss_fn=cross_entropy, options=bpipe.Options(slice_lengths=by_cost)), list[torch.Tensor]()
     pipeline.step(given, words, losses=found)
     assert furthest(taken(modules), expected) < 1e-12
     torch.testing.assert_close(found, losses, rtol=1e-12, atol=0)
@@ -178,7 +182,7 @@ def test_the_mean_over_all_positions() -> None:
     def part(output: torch.Tensor, target: torch.Tensor, *, total: int) -> torch.Tensor:
         return (output - target).square().sum() / total
 
-    pipeline = Pipeline(modules, loss_fn=part, scale_grads=False, slice_lengths=by_cost)
+    pipeline = Pipeline(modules, loss_fn=part, scale_grads=False, options=bpipe.Options(slice_lengths=by_cost))
     pipeline.step(given, targets, loss_kwargs={"total": sum(target.numel() for target in targets)})
     assert furthest(taken(modules), expected) < 1e-12
 
@@ -189,7 +193,7 @@ def test_the_mean_over_all_positions() -> None:
 def test_outputs_that_can_be_concatenated() -> None:
     modules, (given, targets) = stages_of("lstm", 2), batches(POSITIONS)
     expected = torch.cat([modules[1](modules[0](x)[0])[0] for x in given], 1)
-    pipeline = Pipeline(modules, slice_lengths=by_cost, output_merge_spec=TensorChunkSpec(1))
+    pipeline = Pipeline(modules, options=bpipe.Options(slice_lengths=by_cost), output_merge_spec=TensorChunkSpec(1))
     torch.testing.assert_close(pipeline.step(given, targets, return_outputs=True), expected, rtol=1e-12, atol=1e-12)
 
 
@@ -211,7 +215,7 @@ def test_outputs_without_positions_are_put_together_as_ever() -> None:
 
     module, given = Summed(), sequences_of(POSITIONS)
     spec = torch.distributed.pipelining.microbatch._CustomReducer(torch.zeros(1, dtype=torch.float64), torch.add)
-    pipeline = Pipeline([module], loss_fn=None, output_slice_spec=spec)
+    pipeline = Pipeline([module], loss_fn=None, options=bpipe.Options(output_slice_spec=spec))
     found = pipeline.loopback.eval(pipeline.schedules, arg_mbs=[(x,) for x in given])
     torch.testing.assert_close(found, torch.cat([module.linear(x).sum(1, keepdim=True) for x in given]))
 
@@ -222,7 +226,7 @@ def test_outputs_without_positions_are_put_together_as_ever() -> None:
 def on_rank(rank: int, steps: Sequence[Sequence[int]]) -> list[Gradients]:
     modules, found = stages_of("attention", 2), []
     stage = PipelineStage(modules[rank], rank, 2, "cpu")
-    schedule = Seq1F1B(stage, len(POSITIONS), loss_fn=mse, slices=3, slice_lengths=by_cost)
+    schedule = Seq1F1B(stage, len(POSITIONS), loss_fn=mse, slices=3, options=bpipe.Options(slice_lengths=by_cost))
     for positions in steps:
         given, targets = batches(positions)
         here: dict[str, Any] = {"target_mbs": targets} if rank else {"arg_mbs": [(x,) for x in given]}
@@ -243,7 +247,9 @@ def scaled(rank: int) -> Any:
     """The last rank has something of one microbatch alone, and learns the other lengths from the first one."""
     torch.manual_seed(rank)
     stage = PipelineStage(Seen(), rank, 2, "cpu")
-    schedule = Seq1F1B(stage, len(POSITIONS), slices=3, slice_lengths=by_cost, output_merge_spec=TensorChunkSpec(1))
+    schedule = Seq1F1B(
+        stage, len(POSITIONS), slices=3, options=bpipe.Options(slice_lengths=by_cost), output_merge_spec=TensorChunkSpec(1)
+    )
     scale = torch.arange(20, dtype=torch.float64).view(1, 20, 1)
     here: dict[str, Any] = {"arg_mbs": [(x,) for x in sequences_of(POSITIONS)]}
     if rank:
@@ -284,13 +290,13 @@ def failing(positions: int) -> list[int]:
 )
 def test_lengths_that_do_not_fit(lengths: Any, told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
-        Pipeline([Seen()], slice_lengths=lengths).step(*batches(POSITIONS))
+        Pipeline([Seen()], options=bpipe.Options(slice_lengths=lengths)).step(*batches(POSITIONS))
 
 
 @pytest.mark.parametrize("lengths", [None, by_cost])
 def test_a_sequence_with_fewer_positions_than_slices(lengths: Any) -> None:
     with pytest.raises(ConfigurationError, match="microbatch 2: a sequence of 2 positions cannot be cut into 3 slices"):
-        Pipeline([Seen()], slice_lengths=lengths).step(*batches([12, 7, 2, 4]))
+        Pipeline([Seen()], options=bpipe.Options(slice_lengths=lengths)).step(*batches([12, 7, 2, 4]))
 
 
 def test_a_target_of_another_microbatch() -> None:
@@ -300,7 +306,7 @@ def test_a_target_of_another_microbatch() -> None:
 
 
 def test_a_batch_that_is_cut_into_microbatches_here_has_one_length() -> None:
-    pipeline = Pipeline([Seen()], slice_lengths=by_cost)
+    pipeline = Pipeline([Seen()], options=bpipe.Options(slice_lengths=by_cost))
     x = torch.randn(8, 12, WIDTH, dtype=torch.float64)
     assert pipeline.loopback.step(pipeline.schedules, x, target=x).shape == x.shape
 
@@ -309,7 +315,9 @@ def test_ranks_that_cut_a_microbatch_at_different_places() -> None:
     loopback = Loopback(2)
     stages = [PipelineStage(Seen(), i, 2, "cpu", loopback.rank(i)) for i in range(2)]
     others = (lambda n: [n - 2, 1, 1], lambda n: [n - 2, 1, 1] if n != 20 else [1, 18, 1])
-    schedules = [Seq1F1B(stage, 4, slices=3, slice_lengths=lengths) for stage, lengths in zip(stages, others)]
+    schedules = [
+        Seq1F1B(stage, 4, slices=3, options=bpipe.Options(slice_lengths=lengths)) for stage, lengths in zip(stages, others)
+    ]
     told = "ranks 0 and 1 cut microbatch 2 of this step at different places: their slices have 18, 1, 1 and 1, 18, 1 positions"
     with pytest.raises(AgreementError, match=told):
         loopback.eval(schedules, arg_mbs=[(x,) for x in sequences_of(POSITIONS)])

@@ -87,7 +87,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, Any]:
     return {
         "went on": went_on,
         "plain": resumed(rank, folder, 2, Seq1F1B),
-        "balanced": resumed(rank, folder, 2, Seq1F1B, slots=4),
+        "balanced": resumed(rank, folder, 2, Seq1F1B, options=bpipe.Options(slots=4)),
         "interleaved": resumed(rank, folder, 4, Interleaved1F1B),
     }
 

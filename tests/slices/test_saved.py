@@ -75,15 +75,10 @@ SMALL = {"vocab_size": 37, "hidden_size": 32, "intermediate_size": 48, "num_hidd
         ("Llama", 4, True, None),
         ("Llama", 2, False, slice(3)),
         ("Mistral", 2, False, None),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in (
-                ("Llama", 2, True, None),
-                ("Llama", 4, True, slice(-3, None)),
-                ("Mistral", 4, True, None),
-                ("Mistral", 2, False, slice(3)),
-            )
-        ),
+        ("Llama", 2, True, None),
+        ("Llama", 4, True, slice(-3, None)),
+        ("Mistral", 4, True, None),
+        ("Mistral", 2, False, slice(3)),
     ],
 )
 def test_transformers(name: str, key_heads: int, autocast: bool, padding: slice | None) -> None:
@@ -98,7 +93,7 @@ def test_transformers(name: str, key_heads: int, autocast: bool, padding: slice 
     if padding is not None:
         mask[::2, padding] = 0  # in each microbatch, because Transformers makes no mask where there is no padding
     batch = words, words, {"attention_mask": mask}
-    options = {"kwargs_slice_spec": {"attention_mask": UpTo(1)}}
+    options = {"options": bpipe.Options(kwargs_slice_spec={"attention_mask": UpTo(1)})}
     whole, sliced = (saved_bytes(module, k, autocast, batch, loss_of, **options) for k in (1, 8))
     assert sliced <= 1.02 * whole
 

@@ -18,8 +18,6 @@ from tests.ranks import run_ranks
 from tests.sleepers import Sleeper, SlicedSleeper
 from tests.tries import holds_in_one_try
 
-pytestmark = pytest.mark.alone
-
 FORWARD_S = 0.1  # of a whole microbatch
 PAIRS_OF_STEPS = 3
 MOST_OVER_IDEAL = 1.05
@@ -41,7 +39,6 @@ def step_times(rank: int, p: int, m: int, k: int) -> list[list[float]]:
     return seconds
 
 
-@pytest.mark.exhaustive
 def test_a_step_in_slices_is_as_short_as_its_plan() -> None:
     p = m = k = 4
     plan = build("seq_1f1b", p, m, slices=k)

@@ -13,6 +13,7 @@ import bpipe
 from bpipe import Loopback, PipelineStage, Seq1F1B
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.slices import UpTo, sliced_transformer
+from tests.over import nested
 from tests.slices.test_run import furthest, taken
 
 transformers = pytest.importorskip("transformers")
@@ -60,7 +61,7 @@ def stepped(model: Any, words: torch.Tensor, target: torch.Tensor, mask: torch.T
         PipelineStage(sliced_transformer(part), i, 2, "cpu", loopback.rank(i))
         for i, part in enumerate(bpipe.split_transformer(model, 2))
     ]
-    options = {"slices": 3, "kwargs_slice_spec": {"attention_mask": UpTo(1)}, **options}
+    options = {"slices": 3, **nested({"kwargs_slice_spec": {"attention_mask": UpTo(1)}, **options})}
     loopback.step([Seq1F1B(stage, 2, loss_fn=loss_of, **options) for stage in stages], words, target=target, attention_mask=mask)
 
 
@@ -127,7 +128,7 @@ def test_models_that_are_refused(name: str, more: dict[str, Any], told: str) -> 
 def test_a_mask_that_is_cut_like_words() -> None:
     words = torch.ones(4, 12, dtype=torch.long)
     with pytest.raises(
-        StageError, match=r"an attention_mask of 4 positions came with a slice that ends at 8: give kwargs_slice_spec"
+        StageError, match=r"an attention_mask of 4 positions came with a slice that ends at 8: give Options\(kwargs_slice_spec"
     ):
         stepped(model_of("Llama"), words, words, words, kwargs_slice_spec=None)
 
@@ -150,7 +151,7 @@ def test_packed_sequences(name: str) -> None:
         PipelineStage(sliced_transformer(part), i, 2, "cpu", loopback.rank(i))
         for i, part in enumerate(bpipe.split_transformer(model, 2))
     ]
-    schedules = [Seq1F1B(stage, 2, loss_fn=loss_of, slices=3, slice_lengths=[6, 4, 2]) for stage in stages]
+    schedules = [Seq1F1B(stage, 2, loss_fn=loss_of, slices=3, options=bpipe.Options(slice_lengths=[6, 4, 2])) for stage in stages]
     loopback.step(schedules, words, target=target, position_ids=positions)
     for path, parameter in model.named_parameters():
         assert float((parameter.grad - expected[path]).abs().max() / expected[path].abs().max()) < 1e-12, path

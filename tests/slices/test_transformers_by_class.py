@@ -1,6 +1,6 @@
-"""Every class of Transformers that predicts words is right in slices, or refused by name: some here, an eighth in `make test-all`.
+"""Every class of Transformers that predicts words is right in slices, or refused by name: a list of some, and an eighth of all.
 
-`--write-transformers -m exhaustive` runs all.
+`--write-transformers --tier every` runs all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ REFUSALS = {
 }
 
 
-@pytest.mark.slow
 def test_a_fixed_list() -> None:
     found = in_slices(QUICK)
     assert [one for one in found if not is_as_listed(one)] == []
@@ -60,7 +59,6 @@ def is_as_listed(one: Outcome) -> bool:
     return one.kind == RIGHT if one.name in TAKEN else one.kind == REFUSED and REFUSALS[one.name] in one.why
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(LIMIT_S)
 def test_classes(request: pytest.FixtureRequest) -> None:
     """Their table is in docs/transformers.md."""
@@ -126,7 +124,7 @@ def test_what_cannot_be_proven_is_not_given_out(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_wrong_without_a_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here earlier slices are forgotten."""
     part = bpipe.split_transformer(small(class_of("LlamaForCausalLM")), 1)[0]
-    monkeypatch.setattr("bpipe.slices.hugging_face.causal_attention", lambda q, k, v, _, **options: _alone(q, k, v))
+    monkeypatch.setattr("bpipe.slices.transformers_cache.causal_attention", lambda q, k, v, _, **options: _alone(q, k, v))
     with pytest.raises(ConfigurationError, match=r"LlamaForCausalLM cannot take slices: .* the outputs of slices are not those"):
         sliced_transformer(part)
 

@@ -60,7 +60,7 @@ def _ask_node(trace: Path, queries: Sequence[str]) -> list[Rows]:
         stream.msg.add(seq=number, request=kinds["TPM_QUERY_STREAMING"].number).query_args.sql_query = query
     requests, replies = trace.with_suffix(".requests"), trace.with_suffix(".replies")
     requests.write_bytes(stream.SerializeToString())
-    subprocess.run([node, Path(__file__).with_suffix(".js"), bundle.parent, requests, replies], check=True, timeout=60)
+    subprocess.run([node, Path(__file__).with_suffix(".js"), bundle.parent, requests, replies], check=True, timeout=200)
     answers = _messages("TraceProcessorRpcStream").FromString(replies.read_bytes())
     assert not [message.fatal_error for message in answers.msg if message.fatal_error]
     return _results([m.query_result for m in answers.msg if m.response == kinds["TPM_QUERY_STREAMING"].number])

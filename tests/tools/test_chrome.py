@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from bpipe.errors import BPipeError, ConfigurationError
 from bpipe.passes.balance.balance import minimize_peak
 from bpipe.passes.communicate import computations_only
-from bpipe.passes.pieces import in_pieces
 from bpipe.plan.action import HOST
 from bpipe.schedules import Action, Costs, Destinations, Link, Op, Sizes, build, finish, simulate
 from bpipe.simulator.timeline import Lane, Timeline
@@ -28,6 +27,7 @@ from bpipe.tools.chrome_read import load_trace
 from bpipe.tools.measured import Measured, merged
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import plans
+from tests.tiers import examples
 from tests.tools import perfetto
 from tests.tools.chrome_schema import violations
 from tests.tools.traces import checked
@@ -97,7 +97,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @given(st.lists(timelines() | measurements(), max_size=3))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_what_is_written_is_read(path, originals):
     save_trace(originals, path)
     trace = json.loads(path.read_text())
@@ -190,21 +190,21 @@ def bound(events: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
             yield tails[event["id"]], latest[place]
 
 
-def test_parts_pieces_and_the_host(path):
+def test_parts_and_the_host(path):
     """Arrows go from part to part; what moves to the host has a lane of its own, and no other end."""
     plan = replace(computations_only(build("1f1b", 4, 8)), sizes=Sizes.of([4] * 4, num_parts=2))
-    plans = [finish(minimize_peak(in_pieces(plan), plan.sizes, to=Destinations(host=host))) for host in ("no", "only")]
+    plans = [finish(minimize_peak(plan, plan.sizes, to=Destinations(host=host))) for host in ("no", "only")]
     save_trace([simulate(plan, Costs(host_link=Link(bytes_per_s=8.0))) for plan in plans], path)
     slices = [(event["args"]["timeline"], event["cat"], event["name"]) for event in events_of(path, "X")]
     moved = {name for _, lane, name in slices if lane == "evictions"}
-    assert {"0EVICT1.1", "0LOAD1.1"} < moved and (0, "compute", "0F0.2") in slices
+    assert {"0EVICT1.1", "0LOAD1.1"} < moved
     assert {name for number, lane, name in slices if lane == "host"} == {
         str(action) for lane in plans[1].actions for action in lane if action.op in (Op.EVICT, Op.LOAD)
     }
     pairs = [tuple(map(Action.parse, pair)) for pair in bound(checked(path)["traceEvents"]) if "EVICT" in pair[0]]
     assert {tail.part for tail, _ in pairs} == {1, 2} and all(tail[1:4] == head[1:4] for tail, head in pairs)
     parts = {event["name"]: event["args"].get("part") for event in events_of(path, "X")}
-    assert parts["0F0.2"] == 2 and parts["0SEND_F0"] is None
+    assert parts["0EVICT1.2"] == 2 and parts["0SEND_F0"] is None
 
 
 def test_an_arrow_that_the_clocks_turn_backwards_is_left_out(path):
@@ -398,7 +398,7 @@ PLACES = list(places_in(a_trace()))
 
 
 @given(st.sampled_from(PLACES), st.sampled_from([None, "", "x", -1, 10**30, 0.5, math.nan, [], {}, [1], {"a": 1}, True, ...]))
-@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_damage_ends_in_another_error(path, place, value):
     trace = a_trace()
     holder: Any = trace

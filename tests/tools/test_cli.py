@@ -21,6 +21,7 @@ from bpipe.schedules.by_name import forward_plan
 from bpipe.tools.balancing import balanced
 from bpipe.tools.chrome import save_trace
 from bpipe.tools.cli import COMMANDS, main
+from tests.quiet import here
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -73,7 +74,7 @@ def test_show_colours_a_terminal(capsys, monkeypatch):
 
 def test_show_cuts_nothing_off_in_a_terminal(capsys, monkeypatch):
     """Also where the marks of parts are wider than the computations."""
-    how = ("1f1b", "-p", "4", "-m", "12", "--saved", "3GiB", "--budget", "lowest", "--parts", "4", "--inside", "--host", "only")
+    how = ("1f1b", "-p", "4", "-m", "12", "--saved", "3GiB", "--budget", "lowest", "--parts", "4", "--host", "only")
     with monkeypatch.context() as terminal:
         terminal.setattr(sys.stdout, "isatty", lambda: True, raising=False)
         terminal.setenv("TERM", "xterm-256color")
@@ -190,15 +191,15 @@ SIZED = ("1f1b", *SMALL, "--saved", "3GiB,2GiB,2GiB,5GiB")
 GIB = 2**30
 
 
-@pytest.mark.parametrize("more", [(), ("--parts", "4"), ("--parts", "4", "--inside"), ("--host", "only"), ("--static", "1GiB")])
+@pytest.mark.parametrize("more", [(), ("--parts", "4"), ("--host", "only"), ("--static", "1GiB")])
 def test_a_schedule_is_shown_as_low_as_it_gets(capsys, more):
     found = data(capsys, "show", *SIZED, "--budget", "lowest", *more)
     static = GIB * ("--static" in more)
     assert found["unbalanced_device_peak_bytes"] == [static + gib * GIB for gib in (12, 6, 4, 5)]
     assert max(found["device_peak_bytes"]) == max(found["budgets"]) == static + max(found["peak_bytes"]) < static + 12 * GIB
-    assert max(found["device_peak_bytes"]) <= static + (7.5 if "--inside" in more else 9) * GIB
+    assert max(found["device_peak_bytes"]) <= static + 9 * GIB
     lane = " ".join(found["actions"])
-    assert ("0F0.4" in lane) == ("--inside" in more) and ("0EVICT1" in lane) and any(found["served"]) == ("--host" not in more)
+    assert "0EVICT1" in lane and any(found["served"]) == ("--host" not in more)
     _, out, _ = run(capsys, "show", *SIZED, "--budget", "lowest", *more)
     head, told, *grid = out.splitlines()
     assert ", planned: device " in head and "; activations " in head and "; budget " in head and "slots" not in head
@@ -272,11 +273,11 @@ def test_a_plan_in_bytes_is_checked_and_balanced_anew(capsys, tmp_path: Path):
     assert again["unbalanced_device_peak_bytes"] == [gib * GIB for gib in (4, 3, 2, 1)]
 
 
-def test_costs_come_from_a_trace_of_parts_and_pieces(capsys, tmp_path: Path):
-    """A computation takes what its pieces take together, and a microbatch saves what the plan says."""
+def test_costs_come_from_a_trace_of_parts(capsys, tmp_path: Path):
+    """A microbatch saves what the plan says."""
     costs = ("--saved", "3GiB", "--forward", "100ms", "--static", "1GiB")
     path = tmp_path / "trace.json"
-    run(capsys, "simulate", "1f1b", *SMALL, *costs, "--budget", "lowest", "--parts", "4", "--inside", "--out", str(path))
+    run(capsys, "simulate", "1f1b", *SMALL, *costs, "--budget", "lowest", "--parts", "4", "--out", str(path))
     given, measured = (data(capsys, "simulate", "1f1b", *SMALL, *more) for more in (costs, ("--measured", str(path))))
     assert measured["makespan_s"] == pytest.approx(given["makespan_s"])
     for key in ("peak_bytes", "device_peak_bytes"):
@@ -472,7 +473,6 @@ def test_env_can_be_pasted_into_an_issue(capsys, monkeypatch):
         (["show", "1f1b", *SMALL, "--budget", "lowest"], "say what a microbatch saves, such as --saved"),
         (["show", "1f1b", *SMALL, "--saved", "1GiB"], "--saved: a grid shows costs only with --budget"),
         (["simulate", "1f1b", *SMALL, "--parts", "2", "--host", "last"], "--parts, --host: say the --budget too"),
-        (["simulate", *SIZED, "--budget", "lowest", "--inside"], "give --parts of at least 2"),
         (["simulate", *SIZED, "--budget", "lowest", "--slots", "3"], "--slots and --budget"),
         (["simulate", *SIZED, "--budget", "1GiB,2GiB"], "one for each of 4 ranks"),
         (["simulate", *SIZED, "--budget", "low"], "'low' is not a number of bytes"),
@@ -595,29 +595,33 @@ def test_a_trace_without_steps_is_one_line(capsys, tmp_path: Path, command: str)
     assert code == 2 and "the trace has no steps" in err and err.count("\n") == 1
 
 
-def test_starts_without_torch_and_quickly():
+SHOW = "import sys; from bpipe.tools.cli import main; main(['show', '1f1b', '-p4', '-m8']); sys.exit('torch' in sys.modules)"
+
+
+def test_starts_without_torch():
+    done = subprocess.run([sys.executable, "-c", SHOW], check=True, capture_output=True)
+    assert b"rank 3" in done.stdout
+
+
+def test_starts_quickly():
     """Half a second at most, of which most is Python's own; the best of three, because the machine is shared."""
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
-        code = (
-            "import sys; from bpipe.tools.cli import main; main(['show', '1f1b', '-p4', '-m8']); sys.exit('torch' in sys.modules)"
-        )
-        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        subprocess.run([sys.executable, "-c", SHOW], check=True, capture_output=True)
         seconds.append(time.perf_counter() - start)
-    assert b"rank 3" in done.stdout
-    assert min(seconds) < 0.5, seconds
+    assert min(seconds) < here(0.5), seconds
 
 
 @pytest.mark.parametrize(
     ("command", "p", "m", "seconds"),
-    [("show", 32, 512, 5), pytest.param("simulate", 64, 1024, 20, marks=pytest.mark.exhaustive)],
+    [("show", 32, 512, 5), ("simulate", 64, 1024, 20)],
 )
 def test_many_stages_and_microbatches_take_seconds(capsys, command: str, p: int, m: int, seconds: int):
     """0.2 and 0.7 million actions: 1 and 7 seconds of CPU time when this was written, on a machine that others use too."""
     start = time.process_time()
     assert run(capsys, command, "balanced_1f1b", "-p", str(p), "-m", str(m))[0] == 0
-    assert time.process_time() - start < seconds
+    assert time.process_time() - start < here(seconds)
 
 
 def test_a_reader_that_stops_early_is_no_error():

@@ -158,7 +158,7 @@ def test_the_sources_that_the_page_carries_are_enough_without_any_package(tmp_pa
     zipfile.ZipFile(BytesIO(sources())).extractall(tmp_path)
     asked = [f"seq_1f1b --slices 4 --budget lowest {RANK}", f"zbv {RANK}"]
     command = [sys.executable, "-I", "-c", RUN, str(tmp_path), json.dumps(asked)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout) == json.loads(json.dumps(answers.answer([words.split() for words in asked], is_first=True)))
     assert sources() == sources()

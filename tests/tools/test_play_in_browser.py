@@ -18,7 +18,7 @@ import pytest
 from docs.play import answers
 from docs.play.__main__ import NPM, build
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.alone, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.timeout(200)
 HERE = Path(__file__).parent
 LIMIT_S = 2.0
 

@@ -17,8 +17,9 @@ from bpipe.plan.action import COMPUTE
 from bpipe.schedules import Costs, Op, Sizes, Span, StageSizes, Timeline, build, finish, simulate
 from bpipe.simulator.timeline import Holding
 from bpipe.tools import scene as scenes
-from bpipe.tools.paper import Paper, side_by_side, strips
-from bpipe.tools.scene import Row, amount_text, compose, time_unit, without_dips
+from bpipe.tools.paper import Paper
+from bpipe.tools.scene import Row, Scene, amount_text, compose, time_unit, without_dips
+from tests.tiers import examples
 from tests.tools.timelines import BYTES, SLOW, in_parts, interleaved, timeline, timelines
 
 MOVES = (Op.EVICT, Op.LOAD, Op.ACCEPT, Op.RETURN)
@@ -26,6 +27,21 @@ MOVES = (Op.EVICT, Op.LOAD, Op.ACCEPT, Op.RETURN)
 
 def rows(*shown: Timeline) -> tuple[Row, ...]:
     return compose(shown).panels[-1].rows
+
+
+def boxes(row: Row, kind: str) -> list[Span]:
+    """A row's boxes of one kind, in the order of their begins."""
+    return sorted(row.spans(kind), key=lambda span: span.begin_s)
+
+
+def tracks(row: Row, *ops: Op) -> list[tuple[Span, ...]]:
+    """A row's moves, of these operations if any are named: what overlaps lies in several."""
+    moves = [strip.spans for strip in row.strips if strip.kind == "move"]
+    return [track for track in moves if not ops or track[0].action.op in ops]
+
+
+def layers(scene: Scene) -> list[str]:
+    return [entry.role for entry in scene.legend() if entry.kind == "memory"]
 
 
 def amount_at(row: Row, when: float) -> int:
@@ -38,41 +54,26 @@ def test_boxes_are_the_computations_one_to_one(name: str) -> None:
     shown = timeline(name, 4, 8)
     for row, actions, lane in zip(rows(shown), shown.plan.actions, shown.actions):
         ran = [Span(*entry) for entry in zip(actions, lane.begin_s, lane.end_s) if entry[0].op in COMPUTE]
-        assert list(row.computations) == ran and len(ran) == 16
-
-
-def test_pieces_are_one_box_and_what_it_waits_for_lies_in_it() -> None:
-    shown = in_parts()
-    row = rows(shown)[0]
-    assert len(row.computations) == 16 < sum(action.op in COMPUTE for action in shown.plan.actions[0])
-    for span in row.computations:
-        pieces = [piece for piece in shown.computations(0) if piece.action[:3] == span.action[:3]]
-        assert (span.begin_s, span.end_s) == (pieces[0].begin_s, pieces[-1].end_s) and len(pieces) == 4
-        assert not span.action.part
-    inside = [w for w in row.waits for c in row.computations if c.begin_s < w.begin_s and w.end_s < c.end_s]
-    assert inside and {wait.action.op for wait in inside} <= {Op.WAIT_EVICT, Op.WAIT_LOAD}
-    assert len({span.action.part for track in row.moves for span in track}) > 1
-    band = Paper.of(compose([shown])).panels().__next__()[2][0]
-    assert [strip.kind for strip in strips(row, band)][:3] == ["compute", "wait", "wait"]
+        assert boxes(row, "compute") == ran and len(ran) == 16
 
 
 def test_budgets_in_bytes_have_a_line_and_static_bytes_count() -> None:
     shown = in_parts()
     scene = compose([shown])
-    assert scene.unit == "bytes"
+    assert scene.slots_each is None
     assert [row.budget for row in scene.panels[0].rows] == list(shown.plan.budgets)
     assert [row.device_peak for row in scene.panels[0].rows] == list(shown.plan.device_peak_bytes)
     assert [row.peak for row in scene.panels[0].rows] == list(shown.plan.activation_peak_bytes)
     assert [row.stays for row in scene.panels[0].rows] == list(shown.plan.sizes.static) == [2**29, 2**28, 0, 0]
     assert [row.memory[-1].device_bytes for row in scene.panels[0].rows] == [shown.plan.idle_bytes(rank) for rank in range(4)]
-    assert list(scene.layers()) == ["stays", "activations"]
+    assert layers(scene) == ["stays", "activations"]
 
 
 def test_messages_lie_on_the_activations() -> None:
     sizes = Sizes(stages=tuple(StageSizes(parts=(100,), received=3, sent=3) for _ in range(4)), static=(1000,) * 4)
     shown = simulate(finish(replace(computations_only(build("1f1b", 4, 8)), sizes=sizes)), Costs())
     scene = compose([shown])
-    assert list(scene.layers()) == ["stays", "activations", "messages"] and scene.top == max(shown.plan.device_peak_bytes)
+    assert layers(scene) == ["stays", "activations", "messages"] and scene.top == max(shown.plan.device_peak_bytes)
     for row in scene.panels[0].rows:
         assert (row.stays, row.peak, row.device_peak) == (1000, 100 * (4 - row.rank), shown.plan.device_peak_bytes[row.rank])
         assert all(held.device_bytes >= 1000 + held.activation_bytes for held in row.memory)
@@ -83,28 +84,30 @@ def test_moves_are_the_transfers_of_saved_bytes() -> None:
     shown = timeline("balanced_1f1b", 8, 16)
     for row in rows(shown):
         moved = Counter(span for span in shown.transfers(row.rank) if span.action.op in MOVES)
-        assert Counter(span for track in row.moves for span in track) == moved
-        assert all(span.action.op in (Op.EVICT, Op.RETURN) for track in row.moves[: row.num_out] for span in track)
-        assert all(span.action.op in (Op.ACCEPT, Op.LOAD) for track in row.moves[row.num_out :] for span in track)
-    assert any(row.moves for row in rows(shown))
+        assert Counter(row.spans("move")) == moved
+        leaving, arriving = tracks(row, Op.EVICT, Op.RETURN), tracks(row, Op.ACCEPT, Op.LOAD)
+        assert all(span.action.op in (Op.EVICT, Op.RETURN) for track in leaving for span in track)
+        assert all(span.action.op in (Op.ACCEPT, Op.LOAD) for track in arriving for span in track)
+        assert [*leaving, *arriving] == tracks(row)
+    assert any(tracks(row) for row in rows(shown))
 
 
 def test_moves_that_overlap_lie_in_tracks() -> None:
     """As measured ones do, which are under way from when they were posted."""
     shown = timeline("balanced_1f1b", 8, 16)
     lanes = tuple(replace(lane, end_s=array("d", (end + 1.0 for end in lane.end_s))) for lane in shown.served)
-    tracks = rows(replace(shown, served=lanes))[7].moves
-    assert len(tracks) > 2 and sum(map(len, tracks)) == len(shown.plan.served[7]) / 2
-    assert all(a.end_s <= b.begin_s for track in tracks for a, b in pairwise(track))
+    moves = tracks(rows(replace(shown, served=lanes))[7])
+    assert len(moves) > 2 and sum(map(len, moves)) == len(shown.plan.served[7]) / 2
+    assert all(a.end_s <= b.begin_s for track in moves for a, b in pairwise(track))
     crowded = tuple(replace(lane, end_s=array("d", (99.0 for _ in lane.end_s))) for lane in shown.served)
     row = rows(replace(shown, served=crowded))[7]
-    assert row.num_out == scenes.MAX_TRACKS and len(row.moves) == 2 * scenes.MAX_TRACKS
+    assert len(tracks(row, Op.RETURN)) == scenes.MAX_TRACKS and len(tracks(row)) == 2 * scenes.MAX_TRACKS
 
 
 def test_sends_are_drawn_where_they_take_time() -> None:
     shown = timeline("1f1b", 3, 5)
-    assert [len(row.sends) for row in rows(shown)] == [5, 10, 5]
-    assert not any(row.sends for row in rows(timeline("1f1b", 3, 5, Costs())))
+    assert [len(boxes(row, "send")) for row in rows(shown)] == [5, 10, 5]
+    assert not any(boxes(row, "send") for row in rows(timeline("1f1b", 3, 5, Costs())))
 
 
 @pytest.mark.parametrize("costs", [BYTES, SLOW])
@@ -124,13 +127,13 @@ def test_without_bytes_memory_is_in_slots_beside_the_budget() -> None:
     shown = timeline("balanced_1f1b", 8, 16, Costs())
     assert tuple(row.peak for row in rows(shown)) == shown.plan.peak_slots
     assert tuple(row.budget for row in rows(shown)) == shown.plan.slots
-    assert compose([shown]).unit == "slots"
+    assert compose([shown]).slots_each == 1
     assert all(row.budget is None for row in rows(timeline("balanced_1f1b", 8, 16)))
 
 
 def test_slots_are_counted_where_one_of_two_has_no_bytes() -> None:
     scene = compose([timeline("1f1b"), timeline("balanced_1f1b", costs=Costs())])
-    assert scene.unit == "slots" and scene.top == 4
+    assert scene.slots_each == 1 and scene.top == 4
     assert [row.peak for row in scene.panels[0].rows] == [4, 3, 2, 1]
 
 
@@ -169,7 +172,7 @@ def test_a_window_shows_what_reaches_into_it() -> None:
     scene = compose([shown], window=(begin, end))
     assert (scene.begin_s, scene.end_s) == (begin, end)
     for row, whole in zip(scene.panels[0].rows, rows(shown)):
-        assert row.computations == tuple(s for s in whole.computations if s.end_s >= begin and s.begin_s <= end)
+        assert boxes(row, "compute") == [s for s in boxes(whole, "compute") if s.end_s >= begin and s.begin_s <= end]
         assert amount_at(row, begin) == amount_at(whole, begin) and amount_at(row, end) == amount_at(whole, end)
         assert row.peak == whole.peak and row.memory[-1].begin_s <= end
 
@@ -185,29 +188,29 @@ def test_too_many_boxes_are_refused_and_a_window_helps(monkeypatch: pytest.Monke
     monkeypatch.setattr(scenes, "MAX_BOXES", 600)
     with pytest.raises(ConfigurationError, match=r"more than the 600 boxes .* window=\(from, to\) .* --from and --to"):
         compose([shown])
-    assert compose([shown], window=(2.0, 3.0)).panels[0].rows[0].computations
+    assert compose([shown], window=(2.0, 3.0)).panels[0].rows[0].strips
     monkeypatch.setattr(scenes, "MAX_BOXES", sum(row.num_boxes for row in rows(timeline("1f1b", 4, 8))))
     compose([timeline("1f1b", 4, 8)])
     with pytest.raises(ConfigurationError):
         compose([timeline("1f1b", 4, 8), timeline("1f1b", 4, 8)])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(shown=st.lists(timelines(), min_size=1, max_size=2))
 def test_every_timeline_has_a_scene_in_which_no_boxes_overlap(shown: list[Timeline]) -> None:
     scene = compose(shown)
     assert scene.begin_s < scene.end_s
     for (panel, _, bands), each in zip(Paper.of(scene).panels(), shown):
         for row, band in zip(panel.rows, bands):
-            assert [span.action for span in row.computations] == each.plan.compute(row.rank)
-            tracks = row.moves if len(row.moves) < scenes.MAX_TRACKS else ()
-            for spans in (row.computations, *tracks):
+            computations, moves = boxes(row, "compute"), tracks(row)
+            assert [span.action for span in computations] == each.plan.compute(row.rank)
+            for spans in (computations, *(moves if len(moves) < scenes.MAX_TRACKS else ())):
                 assert all(a.end_s <= b.begin_s for a, b in pairwise(spans))
-            assert all(scene.begin_s <= span.begin_s <= span.end_s <= scene.end_s for span in row.computations)
+            assert all(scene.begin_s <= span.begin_s <= span.end_s <= scene.end_s for span in computations)
             assert max(held.device_bytes for held in row.memory) == row.device_peak <= scene.top
             assert max(held.activation_bytes for held in row.memory) == row.peak <= row.device_peak - row.stays
-            assert all(band.top <= strip.top < strip.bottom <= band.memory for strip in strips(row, band) if strip.spans)
-            assert sum(len(strip.spans) for strip in strips(row, band)) == row.num_boxes
+            places = [band.place(strip) for strip in row.strips]
+            assert all(band.top <= top < bottom <= band.memory for top, bottom in places) and all(s.spans for s in row.strips)
 
 
 def dips_left_out(steps: list[tuple[float, int]], least_s: float = 0.0) -> list[tuple[float, int]]:
@@ -244,8 +247,8 @@ def test_the_most_activations_are_seen_where_messages_hide_them() -> None:
 
 
 def test_memory_as_a_person_reads_it() -> None:
-    assert amount_text(3 * 2**30 + 2**28, "bytes") == "3.25 GiB"
-    assert [amount_text(n, "slots") for n in (0, 1, 2)] == ["0 slots", "1 slot", "2 slots"]
+    assert amount_text(3 * 2**30 + 2**28) == "3.25 GiB"
+    assert [amount_text(n, 1) for n in (0, 1, 2)] == ["0 slots", "1 slot", "2 slots"]
     assert [time_unit(seconds)[0] for seconds in (33.0, 0.0482, 1.5e-6, 0.0)] == ["s", "ms", "µs", "µs"]
 
 
@@ -253,10 +256,11 @@ def test_two_side_by_side_share_the_height_of_a_row() -> None:
     """Forwards above, the backwards beside them below, and all others in the whole height."""
     plan = build("dualpipe_v", 8, 12, overlapped=True)
     for rank, row in enumerate(rows(simulate(plan, Costs(overlapped_share=0.3)))):
-        whole, above, below = side_by_side(row.computations).values()
+        sides = {strip[2:4]: strip.spans for strip in row.strips if strip.kind == "compute"}
+        whole, above, below = (sides.get(side, ()) for side in ((0.0, 1.0), (0.0, 0.5), (0.5, 1.0)))
         lane = plan.actions[rank]
         pairs = [(action, lane[place + 1]) for place, action in enumerate(lane) if plan.begins_pair(action)]
         assert [(one.action, other.action) for one, other in zip(above, below, strict=True)] == pairs
-        assert len(whole) == len(row.computations) - 2 * len(pairs)
+        assert len(whole) == len(boxes(row, "compute")) - 2 * len(pairs)
     for row in rows(simulate(plan, Costs())):  # one after the other
-        assert side_by_side(row.computations)[0.0, 1.0] == row.computations
+        assert [strip[2:4] for strip in row.strips if strip.kind == "compute"] == [(0.0, 1.0)]

@@ -74,7 +74,8 @@ def test_a_plan_of_slices_is_read_from_files(capsys: pytest.CaptureFixture[str],
 
 def test_a_picture_counts_memory_in_microbatches() -> None:
     scene = compose([simulate(build("1f1b", 4, 4), Costs()), sliced(4, slots=6), sliced(3)])
-    assert scene.slots_each == 12 and scene.layers() == {"activations": "activations, in microbatches"}
+    assert scene.slots_each == 12
+    assert [entry.name for entry in scene.legend() if entry.kind == "memory"] == ["activations, in microbatches"]
     whole, four, three = ([row.peak / 12 for row in panel.rows] for panel in scene.panels)
     assert whole == [4, 3, 2, 1] and four == [1.5, 1.5, 1.25, 1.5] and three == pytest.approx([2, 5 / 3, 4 / 3, 1])
     assert [panel.rows[0].budget for panel in scene.panels] == [None, 18, None]
@@ -84,7 +85,7 @@ def test_a_picture_counts_memory_in_microbatches() -> None:
 def test_a_box_is_labelled_with_its_slice() -> None:
     scene = compose([sliced()])
     paper, row = Paper.of(scene), scene.panels[0].rows[0]
-    assert [paper.label(span, row) for span in row.computations][:7] == ["0/0", "0/1", "0/2", "0/3", "1/0", "1/1", "1/2"]
+    assert [paper.label(span, row) for span in row.spans("compute")][:7] == ["0/0", "0/1", "0/2", "0/3", "1/0", "1/1", "1/2"]
 
 
 def test_a_page_names_slices_and_follows_microbatches(tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ def stages(num_stages: int = P) -> list[nn.Module]:
 MAKERS: dict[str, Callable[..., bpipe.Schedule]] = {
     "plain": bpipe.OneFOneB,
     "by count": bpipe.BalancedOneFOneB,
-    "by bytes": lambda *args, **kwargs: bpipe.Balanced(bpipe.OneFOneB(*args, **kwargs), budget="lowest", parts=4, inside=True),
+    "by bytes": lambda *args, **kwargs: bpipe.Balanced(
+        bpipe.OneFOneB(*args, **kwargs), budget="lowest", options=bpipe.Options(parts=4)
+    ),
 }
 
 

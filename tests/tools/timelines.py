@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from bpipe.passes.balance.balance import minimize_peak
 from bpipe.passes.communicate import computations_only
-from bpipe.passes.pieces import in_pieces
 from bpipe.schedules import Costs, Destinations, Link, Plan, Sizes, Timeline, build, finish, gpipe, rules, simulate
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import computations, plans
@@ -30,10 +29,9 @@ def interleaved(costs: Costs = BYTES) -> Timeline:
 
 
 def in_parts(host: str = "no", costs: Costs = SLOW_LINK) -> Timeline:
-    """1F1B with 4 stages and 8 microbatches as low as it gets, in four parts that move inside forwards and backwards."""
+    """1F1B with 4 stages and 8 microbatches as low as it gets, in four parts."""
     sizes = replace(Sizes.of([2**30] * 4, num_parts=4), static=(2**29, 2**28, 0, 0))
-    base = in_pieces(replace(computations_only(build("1f1b", 4, 8)), sizes=sizes))
-    return simulate(finish(minimize_peak(base, sizes, to=Destinations(host=host))), costs)
+    return simulate(finish(minimize_peak(computations_only(build("1f1b", 4, 8)), sizes, to=Destinations(host=host))), costs)
 
 
 def interleaved_plan() -> Plan:
@@ -59,7 +57,7 @@ def costs(draw: st.DrawFn) -> Costs:
 
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
-    """Of the schedules there are and of plans that no schedule makes, with parts, pieces and the host among them."""
+    """Of the schedules there are and of plans that no schedule makes, with parts and the host among them."""
     p, m, k = draw(st.integers(1, 8)), draw(st.integers(1, 16)), draw(st.integers(1, 3))
     sliced = [rule if rule.sliced is None else rule.with_slices(k) for rule in rules()]
     possible = [rule for rule in sliced if rule.allows(p, m)]

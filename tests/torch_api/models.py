@@ -39,21 +39,6 @@ class Cut(nn.Module):
         return x
 
 
-class Skips(nn.Module):
-    """Hands a value of its first part to its third one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        early = self.parts[0](x)
-        bpipe.pipe_split()
-        x = self.parts[1](early)
-        bpipe.pipe_split()
-        return self.parts[2](x) + early
-
-
 def sum_of_squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.mse_loss(output, target, reduction="sum")
 

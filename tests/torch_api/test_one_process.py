@@ -16,7 +16,6 @@ from torch.testing import assert_close
 import bpipe
 from bpipe.errors import ConfigurationError, PlanError
 from tests.dry_run.fake_group import fake_group
-from tests.thinned import thinned
 from tests.torch_api.models import WIDTH, Block, batch, blocks, gradients_of, in_one_process, sum_of_squares
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -170,6 +169,27 @@ def test_compiled_stages_in_halves(name: str) -> None:
 # Names and orders
 
 
+KINDS = [name for name, one in vars(torchs).items() if isinstance(one, type) and issubclass(one, torchs._PipelineSchedule)]
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if hasattr(bpipe, name)])
+def test_classes_derive_from_each_other_as_torchs_do(name: str) -> None:
+    others = [other for other in KINDS if hasattr(bpipe, other)]
+    assert {*KINDS} - {*others} <= {"_ScheduleForwardOnly"} and len(others) > 9
+    for other in others:
+        expected = issubclass(getattr(torchs, name), getattr(torchs, other))
+        assert issubclass(getattr(bpipe, name), getattr(bpipe, other)) == expected, other
+
+
+def test_a_schedule_is_an_instance_as_its_class_is_a_subclass() -> None:
+    loopback = bpipe.Loopback(1)
+    stages = [bpipe.PipelineStage(nn.Identity(), i, 2, CPU, group=loopback.rank(0)) for i in (0, 1)]
+    schedule = bpipe.ScheduleInterleaved1F1B(stages, 2)
+    bases = ("_PipelineScheduleRuntime", "PipelineScheduleMulti", "_PipelineSchedule")
+    assert [isinstance(schedule, getattr(bpipe, name)) for name in (*bases, "PipelineScheduleSingle")] == [True] * 3 + [False]
+    assert not issubclass(bpipe.Interleaved1F1B, bpipe.FromCSV) and not issubclass(bpipe.FromPlan, bpipe.FromCSV)
+
+
 def test_a_class_by_its_name() -> None:
     for name in ("1F1B", "1f1b", "Interleaved1F1B", "INTERLEAVED1F1B", "GPipe", "LoopedBFS", "ZBVZeroBubble"):
         assert issubclass(bpipe.get_schedule_class(name), bpipe.Schedule)
@@ -184,7 +204,6 @@ SIZES = [  # stages per rank, microbatches, ranks
     *((4, 16, 16), (4, 32, 32), (4, 128, 64), (3, 2, 2), (3, 8, 2), (3, 12, 4), (4, 6, 3), (4, 10, 5)),
     *((2, 3, 4), (2, 10, 4), (2, 15, 4)),
 ]
-SMALL = [(2, 8, 4), (3, 2, 2), (2, 10, 4)]
 LOOPED = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]
 
 
@@ -199,7 +218,7 @@ def orders(name: str, per_rank: int, m: int, ranks: int, placement: Callable[[in
     return found
 
 
-@pytest.mark.parametrize("per_rank, m, ranks", thinned(SIZES, lambda *sizes: sizes in SMALL))
+@pytest.mark.parametrize("per_rank, m, ranks", SIZES)
 @pytest.mark.parametrize("name", LOOPED)
 def test_looped_orders(name: str, per_rank: int, m: int, ranks: int) -> None:
     """The order of torch's own schedule, where torch has one; its validator accepts ours in any case."""
@@ -294,7 +313,7 @@ def test_an_order_goes_through_a_file(tmp_path: Any) -> None:
     """As torch's tests do it: written with transfers by one schedule, read by another, the same actions."""
     rows, placement, m = RUNS["halves over two ranks"]
     _, _, schedules = loaded(rows, placement, m)
-    schedules[0]._dump_csv(tmp_path / "order.csv")
+    schedules[0].dump_csv(tmp_path / "order.csv")
     assert "0SEND_F0" in (tmp_path / "order.csv").read_text()
     _, _, again = loaded(rows, placement, m)
     again[0]._load_csv(tmp_path / "order.csv", format="compute_comms")

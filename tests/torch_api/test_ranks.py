@@ -17,13 +17,13 @@ from torch.testing import assert_close
 
 import bpipe
 from tests.ranks import run_ranks
-from tests.thinned import thinned
 from tests.torch_api.models import BATCH, WIDTH, Cut, batch, blocks, gradients_of, in_one_process, sum_of_squares
 
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble")
 V = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 ALL = (*SINGLE, *LOOPED, *V)
+OF_TORCH = (*SINGLE, *LOOPED) if torch.__version__.startswith("2.11.") else ALL  # its V sends to its own rank
 M, STEPS = 8, 2
 
 
@@ -214,7 +214,7 @@ def builders_of_weight_gradients(rank: int) -> None:
 def equals_torchs_own(rank: int) -> dict[str, list[bool]]:
     """Whether each gradient equals that of torch's own schedule to the bit; close they are in any case."""
     found = {}
-    for name in ALL:
+    for name in OF_TORCH:
         ours = train(bpipe, name, rank, blocks(ranks() * len(held(name, rank))), steps=1)
         theirs = train(pipelining, name, rank, blocks(ranks() * len(held(name, rank))), steps=1)
         for one, other in zip([*ours.gradients, *ours.losses], [*theirs.gradients, *theirs.losses], strict=True):
@@ -241,14 +241,14 @@ def all_of(rank: int) -> list[str]:
     return failed
 
 
-@pytest.mark.parametrize("num_ranks", thinned([2, 4], lambda num_ranks: num_ranks == 2))
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_statements_over_processes(num_ranks: int) -> None:
     assert run_ranks(all_of, num_ranks) == [[]] * num_ranks
 
 
-@pytest.mark.parametrize("num_ranks", thinned([2, 4], lambda num_ranks: num_ranks == 2))
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_gradients_equal_those_of_torchs_own_schedules(num_ranks: int) -> None:
     """To the bit, where the order of the backwards is the same: torch's LoopedBFS runs them from the last microbatch on."""
     found = run_ranks(equals_torchs_own, num_ranks)
-    equal = {name: all(all(of_rank[name]) for of_rank in found) for name in ALL}
-    assert equal == {name: name != "ScheduleLoopedBFS" for name in ALL}
+    equal = {name: all(all(of_rank[name]) for of_rank in found) for name in OF_TORCH}
+    assert equal == {name: name != "ScheduleLoopedBFS" for name in OF_TORCH}

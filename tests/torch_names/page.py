@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import bpipe
-from bpipe.model.of_torch_alone import SCHEDULE, STAGE
+from bpipe.model.of_torch_alone import OPTIONS, SCHEDULE, STAGE
 from tests.torch_names.signatures import Signatures, recorded
 
 PAGE = Path(__file__).parents[2] / "docs" / "torch-pipelining.md"
 BASES = ("PipelineScheduleSingle", "PipelineScheduleMulti")
 ITSELF = "torch's own"
+NEWEST = ("PipelineActivationLiveness", "PipelineStageInfo", "analyze_pipeline_activation_liveness")  # which not every torch has
 SAME = "the same"
 
 INTRODUCTION = """# Programs written for torch.distributed.pipelining
@@ -42,11 +43,23 @@ bpipe adds the gradients of the second batch to those of the first, as a loop wi
 divide everything that is in `.grad` by m at the end of each step, so they divide the first batch's gradients twice. If both steps
 have the same batch of m = 4 microbatches, torch 2.13 ends with 0.625 of the gradients of a loop without a pipeline, and bpipe with
 all of them. bpipe scales the loss of each microbatch, and never what is in `.grad` already. `scale_grads=False` means the same in
-both.
+both. So a gradient that does not come through the loss, such as that of an auxiliary loss that a Function brings in, needs
+the factor `bpipe.loss_scale()`, where torch divides it with the rest ([how](how-to/accumulate-gradients.md)).
+
+**Without a loss.** A schedule without `loss_fn` only evaluates, in both. torch's `step` leaves the last stage's graph behind its
+output, so that a program that calls `loss.backward()` itself trains this stage alone. bpipe's outputs have no graph. In train mode
+and with gradients enabled they need a gradient as torch's do, and a backward through them raises a ConfigurationError: give
+`loss_fn=`, and `step` runs the backwards of all stages. `eval` returns plain tensors. A `target=`, `target_mbs=` or `losses=` for a
+`step` without `loss_fn`, and an `optimizer=` for `Balanced` or `auto`, are refused: torch ignores a target there.
 
 **Shapes.** bpipe learns shapes from the first real microbatch, and again if they change; it never runs a module on made-up inputs.
 It compares `input_args` and `output_args` with the first microbatch, once, on the rank that gave them. A difference is a
 StageError; torch 2.13 logs a warning, or takes the example's shape without looking.
+
+**DTensors between stages.** A gradient comes back in the placements that its output had. Where the output is replicated, bpipe sums
+the gradient over the tensor ranks at the boundary. torch from 2.13 on (torch 2.11 takes no DTensors) hands it on as `Partial`, so
+gradients of the stage before may be `Partial` as well, where bpipe's have the placements of their parameters. Whole gradients
+(`full_tensor()`) are the same to rounding.
 
 **Orders.** Interleaved orders are torch's. `ScheduleZBVZeroBubble` has torch's order of forwards and of the inputs' halves of
 backwards, and computes the weights' halves where a rank would wait. `ScheduleLoopedBFS` runs the backwards of a stage in the order
@@ -54,6 +67,15 @@ of its microbatches, which torch's runs in reverse. `ScheduleDualPipeV` runs the
 one after the other, unless it gets `overlapped=True`. bpipe places all transfers itself. `_load_csv` reads both of torch's
 formats: it keeps the order of computations, places transfers anew, and proves the result before anything runs. It refuses a file in
 which a stage runs the backwards of its microbatches in another order than their forwards, such as torch's own of LoopedBFS.
+
+**Batches.** A keyword argument may have one row for each microbatch, beside a batch of more rows. torch cuts every tensor into m
+pieces, whatever its size. bpipe cuts samples, and refuses tensors that have not as many rows as the batch: say that these rows
+belong to microbatches, by `kwargs_chunk_spec={{"scale": TensorChunkSpec(0)}}`, or give pieces, `step(kwarg_mbs=...)`
+([how batches are cut](batches.md)).
+
+**One stage per rank.** `ScheduleInterleaved1F1B`, `ScheduleInterleavedZeroBubble` and `ScheduleLoopedBFS` take two or more stages
+per rank, and refuse one, which torch runs. With one stage per rank, use `Schedule1F1B` for the first, which holds fewer
+microbatches than torch's interleaved order does, `ZBH1` for the second, and `ScheduleGPipe` for the third.
 
 **Errors.** bpipe raises the types in `bpipe.errors`, among them `ConfigurationError`, which is also a `ValueError`, and
 `StageError` and `CommError`, which are also `RuntimeError`s.
@@ -70,10 +92,11 @@ is listed once.
 PRIVATE = """
 ## What programs ask stages and schedules
 
-These names, many of them private in torch, can be read as in torch, and set where the table says so:
+These names can be read as in torch, and set where the table says so. Names that are private in torch are here because a trainer
+uses them, which the table names; bpipe offers no other ones:
 
-| of | name | what it is |
-| --- | --- | --- |
+| of | name | what it is | used by |
+| --- | --- | --- | --- |
 """
 
 REFUSED = """
@@ -86,21 +109,33 @@ ConfigurationError. The message names the way out:
 | --- | --- | --- |
 """
 
-ATTRIBUTES = {
+TITAN = "torchtitan's `distributed/pipeline_parallel.py`"
+NEMO = "NeMo Automodel"
+ACCELERATE = "Accelerate's `pipeline_parallel.py`"
+
+ATTRIBUTES = {  # which are public
     ("a stage", "submod, stage_index, num_stages, device, group"): "as given; `submod` may be replaced between steps",
     ("a stage", "group_rank, group_size"): "this process's number in the group, and the group's size",
     ("a stage", "is_first, is_last"): "whether it has the model's inputs, or its outputs",
     ("a stage", "has_backward"): "whether the latest schedule that was made of it trains",
-    ("a schedule", "_stage"): "the stage, of a schedule of one stage per rank",
-    ("a schedule", "_stages"): "the list of stages, of the others",
-    ("a schedule", "_num_stages, n_local_stages"): "the number of all stages, and of this rank's",
-    ("a schedule", "_n_microbatches"): "m; if it is set on all ranks, the next step has a plan for it",
-    ("a schedule", "_loss_fn, scale_grads"): "may be set on all ranks between steps, but not with slices",
-    ("a schedule", "_has_backward"): "if it is set to False on all ranks, `step` evaluates",
-    ("a schedule", "_args_chunk_spec, _kwargs_chunk_spec, _output_merge_spec"): "may be set between steps",
+    ("a schedule", "n_local_stages"): "the number of this rank's stages",
+    ("a schedule", "scale_grads"): "may be set on all ranks between steps, but not with slices",
     ("a schedule", "rank, pp_group_size, stage_index_to_group_rank"): "this process's number, p, and the rank of each stage",
     ("a schedule", "pipeline_order, pipeline_order_with_comms"): "torch's actions by rank, without idle moments; of a plan with "
     "evictions, torch has no words: use `schedule.plan`",
+}
+
+USED_BY = {  # of names that are private in torch: what it is, and the public trainers whose sources use it
+    ("`bpipe`", "_PipelineSchedule"): ("`Schedule`, for annotations", f"{TITAN}, {NEMO}"),
+    ("`bpipe`", "_PipelineScheduleRuntime"): ("`FromCSV`", f"{TITAN}, {NEMO}"),
+    ("a schedule", "_load_csv"): ("`load_csv`", f"{TITAN}, {NEMO}"),
+    ("a schedule", "_stage"): ("the stage, of a schedule of one stage per rank", f"{ACCELERATE}, {NEMO}"),
+    ("a schedule", "_stages"): ("the list of stages, of the others", f"torchtitan's `models/common/dist_moe`, {NEMO}"),
+    ("a schedule", "_n_microbatches"): ("m; if it is set on all ranks, the next step has a plan for it", ACCELERATE),
+    ("a schedule", "_loss_fn"): ("may be set on all ranks between steps, but not with slices", f"{ACCELERATE}, {NEMO}"),
+    ("a schedule", "_has_backward"): ("if it is set to False on all ranks, `step` evaluates", ACCELERATE),
+    ("a schedule", "_args_chunk_spec"): ("may be set between steps", ACCELERATE),
+    ("a schedule", "_kwargs_chunk_spec"): ("may be set between steps", f"{ACCELERATE}, {NEMO}"),
 }
 
 NOTES = {  # by name, or "step" for a schedule's method, and argument; None for the name itself
@@ -114,6 +149,13 @@ NOTES = {  # by name, or "step" for a schedule's method, and argument; None for 
     ("PipelineStage", "dw_builder"): "the same: called behind each backward; its result is called in the microbatch's W, or at "
     "once if the schedule has none",
     ("PipelineStage", "get_mesh"): "the same, but its second argument is None",
+    ("PipelineStageInfo", None): "torch's own; with an older torch, bpipe's own like it",
+    ("PipelineActivationLiveness", None): "torch's own; with an older torch, an ImportError. `from bpipe import *` leaves it out",
+    ("analyze_pipeline_activation_liveness", None): "the same. It takes schedules of bpipe, and sees no evictions",
+    ("PipelineStage.register_forward_context", "context_factory"): "the same, with every torch: the context surrounds each slice, "
+    "and each forward that runs again. `is_metadata_inference` is always False",
+    ("step", "finalize_gradients"): "the same, with every torch: False is FSDP2's `set_requires_gradient_sync(False)` for this "
+    "step alone. True leaves that switch as it is, where torch switches it on",
     ("PipelineScheduleSingle", None): "for `issubclass` and `isinstance`, also of bpipe's other classes. It refuses to be "
     "constructed or derived from: write a rule (docs/schedules.md), or give `FromPlan` a plan",
     ("PipelineScheduleMulti", None): "the same as PipelineScheduleSingle, for the schedules that take a list of stages",
@@ -135,7 +177,8 @@ def page() -> str:
     versions = [*recorded()]
     listed = f"{', '.join(versions[:-1])} and {versions[-1]}"
     lines = [f"| {_code(names)} | {_code(arguments)} | {seen} | {here} |" for names, arguments, seen, here in rows()]
-    private = [f"| {of} | {_code(names.split(', '))} | {what} |" for (of, names), what in ATTRIBUTES.items()]
+    asked = {key: (what, "") for key, what in ATTRIBUTES.items()} | USED_BY
+    private = [f"| {of} | {_code(names.split(', '))} | {what} | {who} |" for (of, names), (what, who) in asked.items()]
     tables = (("a stage", STAGE), ("a schedule", SCHEDULE))
     ways = [(of, names, way) for of, names in tables for way in dict.fromkeys(names.values())]
     out = [f"| {of} | {_code([name for name, own in names.items() if own == way])} | {way} |" for of, names, way in ways]
@@ -240,6 +283,11 @@ def of_argument(name: str, argument: str) -> str:
     """
     if refused := _refusal(name):
         return refused
+    if name in NEWEST:
+        return ITSELF
+    if argument in OPTIONS:
+        default, way = OPTIONS[argument]
+        return f"accepted by name if it is {default!r}, torch's default, and refused otherwise: {way}"
     found = ours(name)
     if _is_torchs(found):
         return ITSELF

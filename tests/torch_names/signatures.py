@@ -13,7 +13,7 @@ from pathlib import Path
 
 RECORD = Path(__file__).with_name("signatures.json")
 MODULES = ("_IR", "microbatch", "schedules", "stage")
-PRIVATE = {"_PipelineScheduleRuntime", "_load_csv", "_dump_csv"}  # that programs use all the same
+PRIVATE = {"_PipelineScheduleRuntime", "_load_csv"}  # that programs use all the same
 
 Signatures = dict[str, list[str]]
 
@@ -43,7 +43,7 @@ def signatures(folder: Path) -> Signatures:
             found[name] = _arguments(top)
         elif isinstance(top, ast.ClassDef):
             methods = _methods(top, tops)
-            found[name] = _arguments(methods["__init__"]) if "__init__" in methods else []
+            found[name] = _arguments(methods["__init__"]) if "__init__" in methods else _fields(top)
             shown = (method for method in sorted(methods) if not method.startswith("_") or method in PRIVATE)
             found |= {f"{name}.{method}": _arguments(methods[method]) for method in shown}
     return {name: [one for one in given if one not in ("self", "cls")] for name, given in found.items()}
@@ -73,6 +73,14 @@ def _methods(kind: ast.ClassDef, tops: dict[str, ast.stmt]) -> dict[str, ast.Fun
         if isinstance(one, ast.FunctionDef) and not (_is_property(one) or _hands_on(one)):
             found[one.name] = one
     return found
+
+
+def _fields(kind: ast.ClassDef) -> list[str]:
+    """Return the arguments of a dataclass; none of another class."""
+    if "dataclass" not in " ".join(map(ast.unparse, kind.decorator_list)):
+        return []
+    fields = [one for one in kind.body if isinstance(one, ast.AnnAssign)]
+    return [_text(ast.arg(ast.unparse(one.target)), None if isinstance(one.value, ast.Call) else one.value) for one in fields]
 
 
 def _is_property(function: ast.FunctionDef) -> bool:

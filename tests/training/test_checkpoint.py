@@ -264,6 +264,86 @@ def test_a_first_step_after_loading(make: Any, tmp_path: Path) -> None:
     assert_equal(dict(other.state_dict()), dict(whole.state_dict()))
 
 
+class Together:
+    """Several optimizers that step one after the other."""
+
+    def __init__(self, optimizers: Any) -> None:
+        self.all = list(optimizers.values() if isinstance(optimizers, dict) else optimizers)
+
+    def zero_grad(self) -> None:
+        for one in self.all:
+            one.zero_grad()
+
+    def step(self) -> None:
+        for one in self.all:
+            one.step()
+
+
+def halves(whole: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices between the layers, and the rest."""
+    matrices = [one for name, one in whole.named_parameters() if one.ndim == 2 and "block" in name]
+    known = set(map(id, matrices))
+    return matrices, [one for one in whole.parameters() if id(one) not in known]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+SEVERAL: dict[str, Any] = {
+    "muon and adamw": lambda m, rest: [torch.optim.Muon(m, lr=0.01), torch.optim.AdamW(rest, lr=0.01)],
+    "by name": lambda m, rest: {"matrices": sgd(m), "rest": torch.optim.AdamW(rest, lr=0.01)},
+    "a tuple of two of a kind": lambda m, rest: (sgd(m), sgd(rest)),
+    "one without states": lambda m, rest: [torch.optim.SGD(m, lr=0.1), torch.optim.Adagrad(rest, lr=0.01)],
+    "one for each parameter": lambda m, rest: [sgd([one]) for one in (*m, *rest)],
+    "one that has nothing to do": lambda m, rest: [sgd([*m, *rest]), torch.optim.SGD([{"params": []}], lr=0.1)],
+}
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_several_optimizers(kind: str, begun: bool, tmp_path: Path) -> None:
+    """As torch's own functions save several; what is loaded goes on as what was saved."""
+    models = LanguageModel(), LanguageModel()
+    optimizers, others = (SEVERAL[kind](*halves(model)) for model in models)
+    list(train_alone(models[0], BEFORE if begun else (), Together(optimizers)))
+    Together(optimizers).zero_grad()
+    dcp.save(bpipe.training_state(models[0], optimizers), checkpoint_id=tmp_path)
+    dcp.load(bpipe.training_state(models[1], others), checkpoint_id=tmp_path)
+    ran = [list(train_alone(model, AFTER, Together(both))) for model, both in zip(models, (optimizers, others))]
+    assert ran[0] == ran[1]
+    assert_equal(dict(models[0].state_dict()), dict(models[1].state_dict()))
+
+
+@pytest.mark.parametrize("saved_as", ["one", "two"])
+def test_one_optimizer_goes_on_as_two_and_two_as_one(saved_as: str, tmp_path: Path) -> None:
+    models = LanguageModel(), LanguageModel()
+    one, two = sgd(models[0].parameters()), [sgd(half) for half in halves(models[1])]
+    for model, optimizers in zip(models, ([one], two)):
+        list(train_alone(model, BEFORE, Together(optimizers)))
+        Together(optimizers).zero_grad()
+    expected, loaded = (0, 1) if saved_as == "one" else (1, 0)
+    both = one, two
+    state, other = (bpipe.training_state(models[at], both[at]) for at in (expected, loaded))
+    assert state["optimizer"].state_dict().keys() == other["optimizer"].state_dict().keys()
+    dcp.save(state, checkpoint_id=tmp_path)
+    for optimizer in ([one], two)[loaded]:
+        optimizer.state.clear()
+    dcp.load(bpipe.training_state(models[loaded], both[loaded]), checkpoint_id=tmp_path)
+    ran = [list(train_alone(model, AFTER, Together(given))) for model, given in zip(models, ([one], two))]
+    assert ran[0] == ran[1]
+
+
+def test_what_several_optimizers_cannot_be() -> None:
+    model = LanguageModel()
+    matrices, rest = halves(model)
+    with pytest.raises(ConfigurationError, match=r"is in several optimizers, as are \d+ more"):
+        bpipe.training_state(model, [sgd(matrices), sgd(model.parameters())])
+    for wrong in ("adam", 3, [sgd(rest), None], model):
+        with pytest.raises(ConfigurationError, match=r"give a torch.optim.Optimizer, or several in a list or a dict"):
+            bpipe.training_state(model, wrong)
+
+
 def test_a_group_that_has_nothing_on_this_stage(tmp_path: Path) -> None:
     whole = LanguageModel()
     optimizer = torch.optim.AdamW([{"params": list(whole.parameters())}, {"params": [], "lr": 0.5}])

@@ -17,7 +17,7 @@ from torch import nn
 
 import bpipe
 from bpipe.errors import BPipeError
-from bpipe.parallel.fsdp import _groups
+from bpipe.torch_private.fsdp_states import groups_of
 from tests.ranks import run_ranks
 from tests.training.language import LanguageModel, Pipeline, assert_equal, backward_of, train_alone, words_of
 from tests.training.test_checkpoint import state_of, told
@@ -71,7 +71,7 @@ def units_of(pipeline: Pipeline) -> list[Any]:
 
 
 def num_gathered(pipeline: Pipeline) -> int:
-    return sum(not group.is_sharded for unit in units_of(pipeline) for group in _groups(unit._get_fsdp_state()))
+    return sum(not group.is_sharded for unit in units_of(pipeline) for group in groups_of(unit))
 
 
 def free(pipeline: Pipeline) -> None:

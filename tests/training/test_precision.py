@@ -29,9 +29,11 @@ ONE_STAGE = {
     "1f1b": bpipe.OneFOneB,
     "balanced": bpipe.BalancedOneFOneB,
     "halves": bpipe.ZBH2,
-    "halves evicted": partial(bpipe.ZBH2, slots=(6, 7, 7, 8)),
+    "halves evicted": partial(bpipe.ZBH2, options=bpipe.Options(slots=(6, 7, 7, 8))),
     "in bytes": lambda *args, **options: bpipe.Balanced(bpipe.OneFOneB(*args, **options), budget="lowest"),
-    "in parts": lambda *args, **options: bpipe.Balanced(bpipe.OneFOneB(*args, **options), budget="lowest", parts=4, inside=True),
+    "in parts": lambda *args, **options: bpipe.Balanced(
+        bpipe.OneFOneB(*args, **options), budget="lowest", options=bpipe.Options(parts=4)
+    ),
 }
 TWO_STAGES = [bpipe.Interleaved1F1B, bpipe.BreadthFirst, bpipe.ZBV]
 

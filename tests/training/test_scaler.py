@@ -18,6 +18,9 @@ P, STEPS = 4, 5
 OVERFLOWS = {1: 2, 3: 0}  # step: stage on which a gradient is not finite
 
 
+ORDERS = "unscale all, then step", "one by one", "step alone"
+
+
 def spoil(module: torch.nn.Module) -> None:
     next(p for name, p in module.named_parameters() if "norm1" in name).grad[3] = float("inf")
 
@@ -101,6 +104,65 @@ def halves_on_rank_1(rank: int) -> list[str]:
     return seen
 
 
+def two_optimizers_elsewhere(rank: int, order: str) -> list[tuple[float, list[float]]]:
+    """Rank 0 has no optimizer, rank 1 one, the others two, of which one has an overflow in two of the steps."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=1.0) if rank > place else None for place, weight in enumerate(weights)]
+    scaler, seen = bpipe.GradScaler("cpu", init_scale=8.0), []
+    for step in range(4):
+        for place, weight in enumerate(weights):
+            weight.grad = torch.full((2,), float("inf") if (rank, step) == (2, place + 1) else scaler.get_scale())
+        for optimizer in optimizers if order != "step alone" else ():
+            scaler.unscale_(optimizer)
+            if order == "one by one":
+                scaler.step(optimizer)
+        for optimizer in optimizers if order != "one by one" else ():
+            scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), [weight[0].item() for weight in weights[:rank]]))
+    return seen
+
+
+def updates_alone_on_rank_0(rank: int) -> list[str]:
+    """A rank leaves its calls out, or gives what is no optimizer: all optimizers at once, or a text."""
+    weights, seen = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)], []
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    for case in ("left out", "all at once", "a text"):
+        scaler = bpipe.GradScaler("cpu", init_scale=8.0)
+        for weight in weights:
+            weight.grad = torch.full((2,), 8.0)
+        ways: dict[str, Any] = {
+            "left out": scaler.update,
+            "all at once": lambda scaler=scaler: scaler.step(optimizers),
+            "a text": lambda scaler=scaler: scaler.unscale_("none"),
+        }
+        try:
+            if rank == 0:
+                ways[case]()
+            else:
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                scaler.update()
+            seen.append("nothing")
+        except ConfigurationError as error:
+            seen.append(str(error))
+    return seen
+
+
+def switched_off(rank: int) -> list[float]:
+    """Two steps, the first one unscaled by hand; the second rank has no optimizer. It scales nothing and keeps nobody waiting."""
+    scaler, weight = bpipe.GradScaler("cpu", enabled=False), torch.nn.Parameter(torch.tensor(3.0))
+    optimizer = None if rank == 1 else torch.optim.SGD([weight], lr=1.0)
+    for unscales in (True, False):
+        weight.grad = None
+        scaler.scale(2 * weight).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    return [weight.item(), scaler.get_scale()]
+
+
 def everything(rank: int) -> dict[str, Any]:
     return {
         "plain": trained(rank, {}),
@@ -108,8 +170,10 @@ def everything(rank: int) -> dict[str, Any]:
         "fused, not clipped": trained(rank, {"fused": True}, clips=False),
         "frozen": frozen_on_rank_0(rank),
         "nothing to train": nothing_to_train_on_rank_0(rank),
+        **{order: two_optimizers_elsewhere(rank, order) for order in ORDERS},
+        "updates alone": updates_alone_on_rank_0(rank),
         "halves": halves_on_rank_1(rank),
-        "switched off": bpipe.GradScaler("cpu", enabled=False).scale(torch.tensor(2.0)).item(),
+        "switched off": switched_off(rank),
     }
 
 
@@ -144,6 +208,21 @@ def test_a_rank_without_an_optimizer_takes_part(seen: dict[str, list[Any]]) -> N
     assert seen["nothing to train"] == [[(4.0, 1.0), (4.0, 1.0)], *[[(4.0, 1.0), (4.0, -1.0)]] * (P - 1)]
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_rank_gives_none_for_each_optimizer_that_it_lacks(seen: dict[str, list[Any]], order: str) -> None:
+    """The optimizer with an overflow is skipped on all ranks, the other one steps, and the scale halves on all."""
+    scales, first, second = [8.0, 4.0, 2.0, 2.0], [0.0, 0.0, -1.0, -2.0], [0.0, -1.0, -1.0, -2.0]
+    for rank, of_rank in enumerate(seen[order]):
+        assert of_rank == [(scale, [one, other][:rank]) for scale, one, other in zip(scales, first, second)]
+
+
+def test_a_rank_that_leaves_its_calls_out_is_told_and_nobody_waits(seen: dict[str, list[Any]]) -> None:
+    own, *others = seen["updates alone"]
+    assert own[0].startswith("rank 0 of the group updates the scale without a step, for which the other ranks wait: a rank that")
+    assert all("is no optimizer: unscale and step one after the other, or give None" in text for text in own[1:])
+    assert all(text.startswith("another rank of the pipeline cannot unscale") for of_rank in others for text in of_rank)
+
+
 def test_what_one_rank_cannot_unscale_is_refused_on_all(seen: dict[str, list[Any]]) -> None:
     for rank, (refused, others, again) in enumerate(seen["halves"]):
         own, heard = "ValueError: Attempting to unscale FP16 gradients.", "ConfigurationError: another rank of the pipeline cannot"
@@ -152,6 +231,6 @@ def test_what_one_rank_cannot_unscale_is_refused_on_all(seen: dict[str, list[Any
 
 
 def test_switched_off_and_on_a_loopback(seen: dict[str, list[Any]]) -> None:
-    assert seen["switched off"] == [2.0] * P
+    assert seen["switched off"] == [[3.0 if rank == 1 else -1.0, 1.0] for rank in range(P)]
     with pytest.raises(ConfigurationError, match=r"torch\.amp\.GradScaler with one optimizer over all stages"):
         bpipe.GradScaler("cpu", group=bpipe.Loopback(2).rank(0))

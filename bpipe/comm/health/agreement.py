@@ -36,11 +36,14 @@ class StepRecord(NamedTuple):
     plain_peak: int = 0  # than this, which it would have held without evictions or recomputation
     inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, apart from its modules
     weights: tuple[int, ...] = ()  # where twins compare them: a checksum of the weights of each of its stages, at first with values
+    kinds: tuple[int, ...] = ()  # where twins compare them: a checksum of what the modules of each of its stages are
+    settings: tuple[int, ...] = ()  # likewise of what else may decide what they compute: the user's attributes, and hooks
     is_changed: bool = False  # where twins compare their weights: whether a module has changed since the step before
     largest_remote_bytes: int = 0  # of what it has evicted to other ranks so far, where buffers have to be as large
     idle: tuple[int, ...] = ()  # the stages that no microbatch of this step passes, and that need not be on a rank
     batch: tuple[bytes, bytes, bytes, bytes] = (b"", b"", b"", b"")  # a sample of it, in steps in which batches are compared
     slices: tuple[int, ...] = ()  # of all slices, in positions: 0 where this rank has nothing of a microbatch, () if it cuts none
+    batch_size: int = 0  # of the batch that this rank has cut into microbatches, in samples; 0 if nothing shows it
 
     def pack(self, num_calls: int = 0) -> bytes:
         """Return the record as the bytes that are sent.
@@ -100,6 +103,7 @@ def check(records: Sequence[StepRecord]) -> None:
                     "Make the same schedules, and call their steps in the same order, on all ranks."
                 )
     _check_cut(records)
+    _check_batch_sizes(records)
     _check_slices(records)
     owner: dict[int, int] = {}
     for rank, record in enumerate(records):
@@ -126,17 +130,42 @@ def _check_cut(records: Sequence[StepRecord]) -> None:
         )
 
 
-def _check_twins(records: Sequence[StepRecord]) -> None:
-    """Raise if two stages that are twins do not have the same weights."""
-    sums = {stage: (weights, rank) for rank, one in enumerate(records) for stage, weights in zip(one.stages, one.weights)}
-    depth = records[0].num_stages // 2
-    for stage in sorted(sums):
-        if stage + depth in sums and sums[stage][0] != sums[stage + depth][0]:
+def _check_batch_sizes(records: Sequence[StepRecord]) -> None:
+    """Raise if two ranks have cut batches of different sizes, because parts of other samples may meet in a microbatch."""
+    known = [(rank, record.batch_size) for rank, record in enumerate(records) if record.batch_size]
+    for rank, size in known:
+        first, expected = known[0]
+        if size != expected:
             raise AgreementError(
-                f"stages {stage} and {stage + depth} are twins, but their weights differ (on ranks {sums[stage][1]} and "
-                f"{sums[stage + depth][1]}): give both the same parameters in the same order, freeze the same of them, and load "
-                "the same values before the first step"
+                f"ranks {first} and {rank} have cut batches of {expected} and {size} samples into microbatches, which may not "
+                "belong together. Give args_chunk_spec=, kwargs_chunk_spec= or Options(target_chunk_spec=) there for a value with "
+                "samples along another dimension (Options(target_chunk_spec=TensorChunkSpec(1)) for a target [time, batch]) or "
+                "that each microbatch gets whole (None), or cut it yourself: step(arg_mbs=..., kwarg_mbs=..., target_mbs=...)"
             )
+
+
+def unlike_twins(
+    records: Sequence[StepRecord], compared: Callable[[StepRecord], tuple[int, ...]]
+) -> tuple[int, int, int, int] | None:
+    """Return the first two stages that are twins and differ, and their ranks; None if there are none."""
+    sums = {stage: (one, rank) for rank, record in enumerate(records) for stage, one in zip(record.stages, compared(record))}
+    depth = records[0].num_stages // 2
+    pairs = ((stage, stage + depth) for stage in sorted(sums) if stage + depth in sums)
+    return next(((a, b, sums[a][1], sums[b][1]) for a, b in pairs if sums[a][0] != sums[b][0]), None)
+
+
+def _check_twins(records: Sequence[StepRecord]) -> None:
+    """Raise if two stages that are twins do not have the same modules and weights."""
+    if found := unlike_twins(records, lambda record: record.kinds):
+        raise AgreementError(
+            "stages {} and {} are twins, but their modules differ (on ranks {} and {}): give both the same classes and functions "
+            "in the same order, with the same settings, as a rate of dropout, and the same mode, train() or eval()".format(*found)
+        )
+    if found := unlike_twins(records, lambda record: record.weights):
+        raise AgreementError(
+            "stages {} and {} are twins, but their weights differ (on ranks {} and {}): give both the same parameters in the same "
+            "order, freeze the same of them, and load the same values before the first step".format(*found)
+        )
 
 
 def slices_of(records: Sequence[StepRecord]) -> tuple[int, ...]:

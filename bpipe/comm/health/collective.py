@@ -52,7 +52,7 @@ CANNOT = {
 class RankLeftError(AgreementError):
     """A rank has closed the pipeline, and others have not."""
 
-    def __init__(self, message: str, rank: int) -> None:
+    def __init__(self, message: str, rank: int = -1) -> None:  # which pickle leaves out, and sets behind it
         super().__init__(message)
         self.rank = rank
 

@@ -25,6 +25,8 @@ from bpipe.comm.health.failure import Failure
 from bpipe.comm.health.membership import Membership
 from bpipe.comm.health.watchdog import Timeouts
 from bpipe.comm.rendezvous.peers import PeerConnection, close_all
+from bpipe.comm.rendezvous.shortage import naming_shortage
+from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.comm.wire.frames import FrameReader
 from bpipe.errors import CommError, TransferError
 from bpipe.logs import LOG
@@ -61,6 +63,7 @@ class ConnectedControlPlane(ControlPlane):
         self.name, self._release = name, release
         self.peers = {peer.rank: peer for peer in connections}
         for peer in self.peers.values():
+            prepare(peer.connection, timeouts.timeout_s)
             peer.reader = FrameReader(most_of_call=partial(self._most_of_call, peer.rank))
         self._members = Membership(rank, size, self.activity, timeouts, time.monotonic())
         self._changed = threading.Condition()  # held while an event is let in
@@ -73,8 +76,8 @@ class ConnectedControlPlane(ControlPlane):
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._thread = threading.Thread(target=self._serve, name="bpipe-control", daemon=True)
-        call_order.add(self)
         self._thread.start()
+        call_order.add(self)
 
     @property
     def failure(self) -> Failure | None:
@@ -236,7 +239,7 @@ class ConnectedControlPlane(ControlPlane):
 
     def _serve(self) -> None:
         try:
-            with selectors.DefaultSelector() as selector:
+            with naming_shortage(), selectors.DefaultSelector() as selector:
                 self._listen(selector)
         except Exception as error:  # without this, the control plane would stop silently
             with self._changed:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import NamedTuple
 
+from bpipe._version import __version__
 from bpipe.comm.health.collective import DOING, Collective
 from bpipe.comm.health.effects import Send
 from bpipe.comm.health.links import strides
@@ -90,7 +91,7 @@ class Part(NamedTuple):
         """Read what `pack` wrote, in a pipeline of `size` ranks.
 
         Raises:
-            CommError: the bytes are not a part.
+            CommError: the bytes are not a part, or of a call that there is not.
         """
         entries: dict[int, bytes] = {}
         try:
@@ -104,6 +105,8 @@ class Part(NamedTuple):
             end = -1
         if end != len(body) or (entries and max(entries) >= size):
             raise CommError(f"{len(body)} bytes are not what ranks of a pipeline of {size} give to a call")
+        if call not in MAX_GIVEN:
+            raise CommError(f"a call of kind {call}, which bpipe {__version__} lacks: install the same version on all ranks")
         return cls(call, earlier, entries, is_last)
 
     def followed_by(self, part: Part) -> Part:

@@ -135,7 +135,7 @@ class Watchdog:
         if status.state is State.MEETING and status.call == 1:  # a rank answers nothing before it has met those it is linked with
             return f"{waits}; no answer from {name_ranks(frozen)}, where not all of the others have come, or which is frozen"
         are = "is" if len(frozen) == 1 else "are"
-        why = f"no answer in {ANSWERS_S:g} s (stopped, or in code that holds Python's GIL)"
+        why = f"no answer in {ANSWERS_S:g} s (stopped, in code that holds Python's GIL, or cut off from the network)"
         return f"{waits}; {name_ranks(frozen)} {are} frozen: {why}"
 
     def _for_whom(self, status: Status, missing: Collection[int]) -> str:

@@ -11,6 +11,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bpipe._version import __version__
+from bpipe.comm.rendezvous.shortage import passing_over
 from bpipe.comm.wire.codec import decode
 from bpipe.environment import gloo_interfaces, interface_pattern
 from bpipe.errors import CommError
@@ -44,12 +46,14 @@ class Endpoint(NamedTuple):
         host: the name of its machine, for messages.
         name: the rank's in a meeting, made of random bytes.
         fingerprint: shows whether the rank has the same secret as another one; empty if it has none.
+        version: of its bpipe.
     """
 
     places: tuple[tuple[str, int], ...]
     host: str = ""
     name: bytes = b""
     fingerprint: bytes = b""
+    version: str = __version__
 
 
 def read_endpoint(data: bytes) -> Endpoint:
@@ -105,13 +109,13 @@ def _chosen() -> list[str]:
 def _of_interface(name: str) -> list[Address]:
     """Return the addresses of a network interface, as far as the platform has a call for it."""
     found = []
-    with suppress(ImportError, OSError):
+    with suppress(ImportError), passing_over():
         import fcntl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             answer = fcntl.ioctl(probe.fileno(), GET_ADDRESS, struct.pack("256s", os.fsencode(name)[:15]))
         found.append(Address(socket.inet_ntoa(answer[20:24]), socket.AF_INET))
-    with suppress(OSError):
+    with passing_over():
         for number, _, _, scope, _, interface in map(str.split, IPV6_ADDRESSES.read_text().splitlines()):
             if interface == name and int(scope, 16) != LINK_LOCAL:
                 found.append(Address(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number)), socket.AF_INET6))
@@ -136,9 +140,9 @@ def _is_loopback(host: str) -> bool:
 def _towards(host: str, port: int) -> list[Address]:
     """Return this machine's addresses on the ways to a host; a connected datagram socket knows one, and sends nothing."""
     found = []
-    with suppress(OSError, UnicodeError):
+    with suppress(UnicodeError), passing_over():
         for family, kind, protocol, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
-            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            with passing_over(), socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)
                 found.append(Address(probe.getsockname()[0], family))
     return found

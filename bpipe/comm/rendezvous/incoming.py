@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
+from bpipe.comm.rendezvous.shortage import passing_over
 from bpipe.comm.wire.frames import ONLY_HELLO, ONLY_PROOF, Frame, FrameReader
 from bpipe.errors import CommError
 
@@ -82,7 +83,7 @@ class IncomingConnections:
         self._await(connection, self._proving, MOST_SILENT, _Awaited(FrameReader(ONLY_PROOF), on_proof))
 
     def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # there are no more, or one has ended already
+        with passing_over():  # there are no more, or one has ended already
             for _ in range(ACCEPTED_AT_ONCE):
                 connection, _ = listener.accept()
                 if not self._admits(connection):
@@ -95,8 +96,8 @@ class IncomingConnections:
     def _await(self, connection: socket.socket, among: dict[socket.socket, _Awaited], most: int, awaited: _Awaited) -> None:
         if len(among) >= most:
             self._disconnect(next(iter(among)))
-        among[connection] = awaited
         self._selector.register(connection, selectors.EVENT_READ, self._hear)
+        among[connection] = awaited
 
     def _disconnect(self, connection: socket.socket) -> None:
         self._forget(connection)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from bpipe.comm.rendezvous.shortage import naming_shortage
 from bpipe.errors import format_error
 
 __all__: list[str] = []
@@ -29,6 +30,7 @@ class Interruptible:
         self._look = look
         self._reason: BaseException | None = None  # why the work was given up
         self.note = ""  # what it is waiting for
+        self.has_begun = False
 
     def check(self, note: str) -> None:
         """Record what the work waits for, and raise if it is no longer wanted. The work calls this.
@@ -46,7 +48,11 @@ class Interruptible:
         self._look()
 
     def run(self, work: Callable[[], T]) -> T:
-        """Run a piece of work in another thread, and wait for it."""
+        """Run a piece of work in another thread, and wait for it.
+
+        Raises:
+            CommError: no thread can start.
+        """
         results: list[T] = []
         errors: list[BaseException] = []
         done = threading.Event()
@@ -58,7 +64,9 @@ class Interruptible:
                 errors.append(error)
             done.set()
 
-        threading.Thread(target=body, name="bpipe-opening", daemon=True).start()
+        with naming_shortage():
+            threading.Thread(target=body, name="bpipe-opening", daemon=True).start()
+        self.has_begun = True
         try:
             while not done.wait(LOOK_S):
                 self._look()

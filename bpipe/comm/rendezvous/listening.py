@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from bpipe.comm.rendezvous.addresses import Address
+from bpipe.comm.rendezvous.shortage import way_out
 from bpipe.environment import port_range
 from bpipe.errors import CommError
 
@@ -26,6 +27,7 @@ class Listeners(ExitStack):
 
     Raises:
         CommError: there is no address that one can listen at, or all allowed ports are taken.
+        OSError: this process has run out of descriptors, or the machine of memory.
     """
 
     def __init__(self, addresses: Sequence[Address]) -> None:
@@ -38,6 +40,8 @@ class Listeners(ExitStack):
                 try:
                     self.sockets.append(self.enter_context(_listening(address)))
                 except OSError as error:
+                    if way_out(error):
+                        raise
                     refused.append(f"{address.text}: {error}")
             if not self.sockets:
                 raise CommError(f"this rank cannot listen at any of its addresses ({'; '.join(refused)})")

@@ -174,7 +174,7 @@ def _is_of_this_user(connection: socket.socket) -> bool:
 
 def _door(say_why: Callable[[str], None]) -> Door | None:
     try:
-        return Door()
+        return Door(say_why)
     except (OSError, AttributeError) as error:
         say_why(f"other processes cannot connect ({error})")
         return None
@@ -186,15 +186,20 @@ class Door:
     Others find its name in the kernel's table of sockets as well. Processes of other users are disconnected at once, and strangers
     of this user as soon as they say something, or there are too many.
 
+    Args:
+        say_why: called with the reason if nobody can come in any more.
+
     Raises:
         OSError: it cannot be made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say_why: Callable[[str], None]) -> None:
+        self._say_why = say_why
         with ExitStack() as unless_done:
             self._listener = unless_done.enter_context(socket.socket(socket.AF_UNIX))
             self._listener.bind(b"\0bpipe-" + os.urandom(NAME_BYTES).hex().encode())
             self._listener.listen(MOST_SILENT)
+            self._selector = unless_done.enter_context(selectors.DefaultSelector())
             unless_done.pop_all()
         self.name = os.fsencode(self._listener.getsockname())
         self._thread = threading.Thread(target=self._serve, name="bpipe-door", daemon=True)
@@ -213,19 +218,23 @@ class Door:
         self._is_over = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # which wakes the thread
-        if self._expected:
+        if self._thread.ident is not None:
             self._thread.join()
         self._listener.close()
+        self._selector.close()
         taken = {index: self._found.pop(index) for index in coming}
         _close(self._found)
         return taken
 
     def _serve(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            incoming = IncomingConnections([self._listener], selector, len(self._expected), self._on_hello, _is_of_this_user)
+        incoming = IncomingConnections([self._listener], self._selector, len(self._expected), self._on_hello, _is_of_this_user)
+        try:
             with incoming:
                 while not self._is_over:
-                    serve(selector, LOOK_S)
+                    serve(self._selector, LOOK_S)
+        except OSError as error:  # this process has run out of descriptors: who calls is sent away, and need not wait
+            self._listener.close()
+            self._say_why(f"other processes cannot connect any more ({error})")
 
     def _on_hello(self, connection: socket.socket, hello: Frame) -> None:
         proofs = self._expected.get(hello.number)

@@ -11,20 +11,23 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+from bpipe._version import __version__
 from bpipe.cleanup import noted_on
 from bpipe.comm.rendezvous.addresses import Endpoint, own_addresses, read_endpoint
+from bpipe.comm.rendezvous.farewell import read_farewell, say_farewell
 from bpipe.comm.rendezvous.incoming import IncomingConnections, serve
+from bpipe.comm.rendezvous.interruptible import GivenUpError
 from bpipe.comm.rendezvous.listening import Listeners
-from bpipe.comm.rendezvous.outgoing import OutgoingConnections
+from bpipe.comm.rendezvous.outgoing import LOOK_S, OutgoingConnections
 from bpipe.comm.rendezvous.peers import NAME_BYTES, PeerConnection, Peers, process_name
 from bpipe.comm.rendezvous.secret import UNPROVED, difference, fingerprint, is_same, nonce, proof
-from bpipe.comm.rendezvous.store import using_store
-from bpipe.comm.rendezvous.tcp import prepare
+from bpipe.comm.rendezvous.shortage import naming_shortage
+from bpipe.comm.rendezvous.store import read, using_store
 from bpipe.comm.wire.codec import decode, decode_text, encode
 from bpipe.comm.wire.frames import SMALL_BODY, Frame, FrameReader, Kind
 from bpipe.environment import INTERFACE_VARIABLES
@@ -36,7 +39,6 @@ GRACE_S = 0.5  # in which all ranks find that their secrets differ, before the f
 RETURN_S = 5.0  # a rank whose connection has ended connects again within this time, if its process lives
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02  # between two looks at who has come
 MANY = 64  # ranks: with more, each one looks less often, so that all together ask the store no more
-LOST_MACHINE_S = 15  # without an answer of its kernel
 MAX_REASON_BYTES = 1024
 
 
@@ -90,24 +92,32 @@ def meet_peers(
         secret: by which the ranks know each other; empty if there is none.
 
     Raises:
-        AgreementError: another rank opens a different pipeline, has a different secret, or has given up in the meantime.
-        CommError: the store does not answer.
+        AgreementError: another rank opens a different pipeline, has a different secret or version of bpipe, or has given up in
+            the meantime.
+        CommError: the store does not answer, or this rank has run out of descriptors or memory.
     """
     links = {*range(size)} - {rank} if links is None else {*links}
-    with Listeners(own_addresses(store)) as listeners:
-        name = os.urandom(NAME_BYTES)
-        own = Endpoint(listeners.places, socket.gethostname(), name, fingerprint(secret, name))
-        with _Meeting(store, key, rank, links, pipeline, secret, own, listeners) as meeting:
-            check("it writes its addresses to the process group's store")
-            with using_store():
-                store.set(f"{key}/{rank}", encode(own))
-            pause_s = LEAST_PAUSE_S
-            while missing := meeting.missing():
-                meeting.connect()
-                meeting.wait(pause_s)
-                check(meeting.describe(missing))
-                pause_s = min(2 * pause_s, MOST_PAUSE_S * max(1, size / MANY))
-            return meeting.finish()
+    missing, seen = sorted(links), set[int]()
+    try:
+        with naming_shortage(), Listeners(own_addresses(store)) as listeners:
+            name = os.urandom(NAME_BYTES)
+            own = Endpoint(listeners.places, socket.gethostname(), name, fingerprint(secret, name))
+            with _Meeting(store, key, rank, links, pipeline, secret, own, listeners) as meeting, naming_shortage():
+                seen = meeting.seen
+                check("it writes its addresses to the process group's store")
+                with using_store():
+                    store.set(f"{key}/{rank}", encode(own))
+                pause_s = LEAST_PAUSE_S
+                while missing := meeting.missing():
+                    meeting.connect()
+                    meeting.wait(pause_s)
+                    check(meeting.describe(missing))
+                    pause_s = min(2 * pause_s, MOST_PAUSE_S * max(1, size / MANY))
+                return meeting.finish()
+    except Exception as error:
+        if not isinstance(error, GivenUpError | OtherPipelineError):  # of other pipelines both ranks learn by their hellos
+            say_farewell(store, key, rank, {other: other in seen for other in missing}, text_of(error))
+        raise
 
 
 class _Meeting:
@@ -128,6 +138,9 @@ class _Meeting:
         self._secret = secret
         self._differs: tuple[float, str] | None = None  # when a rank was found to have a different secret
         self._peers: dict[int, PeerConnection] = {}
+        self._looked_s = time.monotonic()  # at whether one of those gives up who are to call this rank
+        self._strange: set[int] = set()  # in whose place the store has something else
+        self.seen: set[int] = set()  # whose endpoints it has, or had
         self._ended_s: dict[int, float] = {}  # when connections ended without a word, which may be an attempt that is made again
         self._selector = selectors.DefaultSelector()
         self._incoming = IncomingConnections(listeners.sockets, self._selector, len(links), self._on_hello)
@@ -137,16 +150,11 @@ class _Meeting:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        why = Frame(Kind.REFUSAL, 0, b"" if error is None else text_of(error).encode(errors="replace")[:MAX_REASON_BYTES])
         with noted_on(error):
-            self._incoming.close(why)
+            self._incoming.close(_refusal(error))
         with noted_on(error):
-            self._outgoing.close(why)
-        for peer in self._peers.values():
-            with noted_on(error):
-                peer.send(why)
-            with noted_on(error):
-                peer.close()
+            self._outgoing.close(_refusal(error))
+        refuse(self._peers.values(), error)
         self._selector.close()
 
     def missing(self) -> list[int]:
@@ -162,11 +170,13 @@ class _Meeting:
         text = f"ranks {missing} have not reached their first step"
         tried = [other for other in missing if other in self._outgoing.endpoints]
         if not tried:
-            return text
+            strange = sorted(self._strange.intersection(missing))
+            return f"{text}; ranks {strange} do not write as bpipe {__version__}: is it the same on all ranks?" if strange else text
         at = self._outgoing.endpoints[tried[0]]
         places = " and ".join(f"{address}, port {port}" for address, port in at.places)
+        why = f" ({why})" if (why := self._outgoing.why_not(tried[0])) else ""
         return (
-            f"{text}; rank {tried[0]} listens at {places}, of {at.host}, but does not answer there: if ranks are on several "
+            f"{text}; rank {tried[0]} listens at {places}, of {at.host}, but does not answer there{why}: if ranks are on several "
             f"machines, set {INTERFACE_VARIABLES} to the interface between them, and BPIPE_PORT_RANGE to the "
             "ports that a firewall lets through"
         )
@@ -186,18 +196,41 @@ class _Meeting:
                 raise _given_up(rank, f"{text}, and it has not come again in {RETURN_S:g} s")
 
     def connect(self) -> None:
-        """Open connections to the missing ranks before this one, which have to accept those of the ranks after them."""
-        self._outgoing.open([other for other in self.missing() if other < self._rank])
+        """Open connections to the missing ranks before this one, which have to accept those of the ranks after them.
+
+        Raises:
+            AgreementError: a missing rank gives up, or has another version of bpipe.
+        """
+        missing = self.missing()
+        self._outgoing.open([other for other in missing if other < self._rank])
+        if time.monotonic() - self._looked_s > LOOK_S:
+            for other in missing:
+                self._find(other)
+            self._looked_s = time.monotonic()
 
     # Hellos
 
     def _find(self, other: int) -> Endpoint | None:
-        key = f"{self._key}/{other}"
         with using_store():
-            data = self._store.get(key) if self._store.check([key]) else None
-        with suppress(CommError):  # something else is under this key
-            return None if data is None else read_endpoint(data)
-        return None
+            data = read(self._store, f"{self._key}/{other}")
+        if data is None:
+            return None
+        try:
+            endpoint = read_endpoint(data)
+        except CommError:  # something else is under this key
+            if (farewell := read_farewell(data)) is None:
+                self._strange.add(other)
+            elif self._own.name in farewell.to:
+                raise _given_up(other, f": {farewell.why}") from None
+            return None
+        self._strange.discard(other)
+        self.seen.add(other)
+        if endpoint.version != __version__:
+            raise AgreementError(
+                f"rank {other} has bpipe {endpoint.version!r}, and rank {self._rank} has {__version__!r}: install the same "
+                "version on all ranks"
+            )
+        return endpoint
 
     def _hello(self, to: bytes) -> Hello:
         return Hello(self._rank, self._pipeline, self._own.name, to, process_name(os.getpid()), nonce(self._secret))
@@ -227,9 +260,7 @@ class _Meeting:
         # Its proof, empty without a secret, also says that it has this answer, and calls at no other place any more.
         self._incoming.expect_proof(connection, partial(self._on_proof, hello, published, proof(self._secret, "call", *said)))
 
-    def _on_proof(
-        self, hello: Hello, published: Endpoint | None, expected: bytes, connection: socket.socket, frame: Frame
-    ) -> None:
+    def _on_proof(self, hello: Hello, published: Endpoint | None, expected: bytes, connection: socket.socket, frame: Frame) -> None:
         if is_same(frame.body, expected):
             self._admit(hello, connection)
         else:
@@ -283,11 +314,6 @@ class _Meeting:
     # Those who are there
 
     def _add(self, hello: Hello, connection: socket.socket) -> None:
-        try:
-            prepare(connection, TCP_USER_TIMEOUT=1000 * LOST_MACHINE_S)
-        except OSError:  # it has ended already
-            connection.close()
-            return
         if hello.rank in self._peers:
             self._drop(hello.rank)
         self._ended_s.pop(hello.rank, None)
@@ -317,6 +343,19 @@ class _Meeting:
             raise _given_up(rank, f": {decode_text(first.body)}")
         if first is not None or len(seen) == SMALL_BODY:  # its first call
             self._selector.unregister(connection)
+
+
+def _refusal(error: BaseException | None) -> Frame:
+    return Frame(Kind.REFUSAL, 0, b"" if error is None else text_of(error).encode(errors="replace")[:MAX_REASON_BYTES])
+
+
+def refuse(peers: Iterable[PeerConnection], error: BaseException | None) -> None:
+    """Close connections to ranks that have come, after a word to them why this rank gives up before its first step."""
+    for peer in peers:
+        with noted_on(error):
+            peer.send(_refusal(error))
+        with noted_on(error):
+            peer.close()
 
 
 def _given_up(rank: int, why: str) -> AgreementError:

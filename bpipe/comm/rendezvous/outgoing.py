@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import selectors
 import socket
@@ -12,6 +13,7 @@ from functools import partial
 
 from bpipe.comm.rendezvous.addresses import Endpoint
 from bpipe.comm.rendezvous.incoming import read_frame
+from bpipe.comm.rendezvous.shortage import explained, way_out
 from bpipe.comm.wire.frames import ONLY_HELLO, Frame, FrameReader
 from bpipe.errors import CommError
 
@@ -20,6 +22,7 @@ __all__: list[str] = []
 CONNECT_S = 5.0  # a reachable machine accepts a connection within this time
 FIRST_S = 0.1  # a near one within this: the kernel itself tries again only after a second, where strangers have filled the queue
 PAUSE_S, MOST_DOUBLED = 0.005, 3  # between two attempts, and how often it doubles
+OUTAGE = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH}  # of a network that may come back
 LOOK_S = 0.25  # between two looks at whether a rank that does not answer has another endpoint by now
 
 
@@ -45,7 +48,7 @@ class OutgoingConnections:
 
     Attributes:
         endpoints: of all numbers that a connection was opened to.
-        refused: why the latest attempt at each place failed, by number.
+        failed: why the latest attempt at each place failed, by number.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class OutgoingConnections:
         self._num_failed: dict[int, int] = {}  # attempts of each number, which try its places in turn
         self._again_s: dict[int, float] = {}  # when to try again
         self.endpoints: dict[int, Endpoint] = {}
-        self.refused: dict[int, dict[tuple[str, int], str]] = {}
+        self.failed: dict[int, dict[tuple[str, int], Exception | str]] = {}
 
     def open(self, numbers: Iterable[int]) -> None:
         """Open connections to those that have none, as far as it is known where they listen."""
@@ -71,7 +74,9 @@ class OutgoingConnections:
                 if now >= self._again_s.get(number, 0.0) and (endpoint := self._find(number)) is not None:
                     self._connect(number, endpoint)
             elif (took_s := now - attempt.began_s) > self._patience_s(number, attempt) or self._has_moved(number, attempt, now):
-                self._disconnect(number, f"no answer in {took_s:.1f} s")
+                self._hear_all(number, attempt)
+                if self._attempts.get(number) is attempt:
+                    self._disconnect(number, TimeoutError(f"no answer in {took_s:.1f} s"))
 
     def close(self, last: Frame | None = None) -> None:
         """Close the connections that are not answered, after a last frame to those who may take one for this rank's."""
@@ -85,10 +90,26 @@ class OutgoingConnections:
         """Return whether somebody listens where this one should be."""
         return (attempt := self._attempts.get(number)) is not None and bool(attempt.said)
 
-    def was_wrong(self, number: int, place: tuple[str, int], why: str) -> None:
-        """Take note that it was somebody else who answered."""
-        self.refused.setdefault(number, {})[place] = why
+    def was_wrong(self, number: int, place: tuple[str, int], why: Exception | str) -> None:
+        """Take note that an attempt has failed, or that it was somebody else who answered.
+
+        Raises:
+            OSError: it has failed because this rank has run out of descriptors or memory.
+        """
+        if isinstance(why, OSError) and way_out(why):
+            raise why
+        self.failed.setdefault(number, {})[place] = why
         self._count_failure(number)
+
+    def is_refused(self, number: int) -> bool:
+        """Return whether somebody has refused the latest attempt at each of its places; an outage is silent, and refuses none."""
+        failed = self.failed.get(number, {})
+        return number in self.endpoints and all(_is_refusal(failed.get(place)) for place in self.endpoints[number].places)
+
+    def why_not(self, number: int) -> str:
+        """Return where the latest attempts failed, and why; empty if none did."""
+        failed = self.failed.get(number, {}).items()
+        return "; ".join(f"at {address}, port {port}: {explained(why)}" for (address, port), why in failed)
 
     def _has_moved(self, number: int, attempt: _Attempt, now: float) -> bool:
         """Return whether another endpoint is known by now; asked seldom, because that may be a request to the store."""
@@ -123,7 +144,7 @@ class OutgoingConnections:
                 self._attempts[number] = _Attempt(connection, to, place)
                 unless_done.pop_all()
         except (OSError, OverflowError, UnicodeError) as error:
-            self.was_wrong(number, place, str(error))
+            self.was_wrong(number, place, error)
 
     def _speak(self, number: int, connection: socket.socket) -> None:
         """Say hello, once the other machine has accepted the connection."""
@@ -132,7 +153,7 @@ class OutgoingConnections:
             hello = self._hello(number, attempt.to)
             connection.sendall(hello.pack())  # raises if the connection was refused
         except OSError as error:
-            self._disconnect(number, str(error))
+            self._disconnect(number, error)
             return
         attempt.said = hello.body
         self._selector.modify(connection, selectors.EVENT_READ, partial(self._hear, number))
@@ -142,13 +163,20 @@ class OutgoingConnections:
         try:
             answer = read_frame(connection, attempt.reader)
         except (OSError, CommError) as error:
-            self._disconnect(number, str(error))
+            self._disconnect(number, error)
             return
         if answer is not None:
             self._forget(number)
             self._on_answer(connection, number, attempt.to, attempt.said, answer)
 
-    def _disconnect(self, number: int, why: str) -> None:
+    def _hear_all(self, number: int, attempt: _Attempt) -> None:
+        """Hear what has come, because an answer may have come while this process stood still."""
+        missing = 0 if attempt.said else attempt.reader.num_missing
+        while self._attempts.get(number) is attempt and attempt.reader.num_missing != missing:
+            missing = attempt.reader.num_missing
+            self._hear(number, attempt.connection)
+
+    def _disconnect(self, number: int, why: Exception) -> None:
         """Give up an attempt; `open` makes another one."""
         self.was_wrong(number, self._attempts[number].place, why)
         self._forget(number).close()
@@ -163,3 +191,7 @@ class OutgoingConnections:
         connection = self._attempts.pop(number).connection
         self._selector.unregister(connection)
         return connection
+
+
+def _is_refusal(why: Exception | str | None) -> bool:
+    return why is not None and not isinstance(why, TimeoutError) and getattr(why, "errno", None) not in OUTAGE

@@ -41,9 +41,14 @@ class WrittenKeys:
         """
         if self._keys:
             keys, self._keys = self._keys, []
-            self._removing.append(threading.Thread(target=_remove, args=(keys,), name="bpipe-store-keys", daemon=True))
-            self._removing[-1].start()
-            self._removing[-1].join(most_s)
+            thread = threading.Thread(target=_remove, args=(keys,), name="bpipe-store-keys", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # none can start: the keys stay until the next time, or in the store, where they harm nobody
+                self._keys = keys
+                return
+            self._removing.append(thread)
+            thread.join(most_s)
 
     def remove_all(self) -> None:
         """Begin to remove all keys, because this rank closes the pipeline."""

@@ -25,13 +25,16 @@ from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.links import links
 from bpipe.comm.health.watchdog import SLOW_S, Timeouts
 from bpipe.comm.rendezvous.addresses import own_addresses
+from bpipe.comm.rendezvous.farewell import say_farewell
 from bpipe.comm.rendezvous.interruptible import Interruptible
 from bpipe.comm.rendezvous.local_door import open_local_links
 from bpipe.comm.rendezvous.local_links import LocalLink
-from bpipe.comm.rendezvous.meeting import OtherPipelineError, meet_peers
+from bpipe.comm.rendezvous.meeting import OtherPipelineError, meet_peers, refuse
 from bpipe.comm.rendezvous.peers import Peers
+from bpipe.comm.rendezvous.shortage import naming_shortage
 from bpipe.comm.rendezvous.store import using_store
 from bpipe.comm.rendezvous.store_keys import WrittenKeys
+from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.comm.transport.communicators import Communicators, maker_of
 from bpipe.comm.transport.connect import open_connections
@@ -52,6 +55,7 @@ from bpipe.logs import LOG, warn_not_shared
 from bpipe.memory.reach import find_reached
 from bpipe.memory.shared_file import Lent, SharedFile, why_not_shared
 from bpipe.schedules import Channel, Purpose
+from bpipe.torch_private.distributed import timeout_of
 
 __all__: list[str] = []
 
@@ -61,7 +65,7 @@ EVICTIONS = (Purpose.EVICT, Purpose.RETURN)
 NO_TAG, GREETING = len(Purpose) + 1, len(Purpose) + 2  # tags that no message has
 AT_ONCE = timedelta(milliseconds=1)
 POLL_S = 0.001
-MARGIN_S = 60.0  # gloo's own timeout is this much later than ours, because our error says more
+MARGIN_S = 60.0  # timeouts of gloo and of the kernel are this much later than ours, because our error says more
 DEVICE_MARGIN = 10  # NCCL counts from when the host, maybe steps ahead, issued a transfer; and it ends the process
 LEAST_DEVICE_S = 3600.0
 REMOVED_S = 1.0  # how long closing waits for the store to remove this rank's keys
@@ -124,7 +128,7 @@ class C10dTransport(Transport):
         in_flight = InFlight(device, transfers_at_once, self.streams)
         self._communicators = None if self._make is None else Communicators(device, in_flight)
         self._staging = Staging(device, self.streams) if is_asynchronous(device) and self._make is None else None
-        self._is_open = False
+        self._is_open, self._token = False, b""
 
     def enlist(self) -> None:
         self.identity = count_pipelines(self.group, 1)
@@ -143,11 +147,18 @@ class C10dTransport(Transport):
         """Meet the other ranks, on the first call."""
         if self._is_open or self.size == 1:
             return
-        store, opening = dist.distributed_c10d._get_default_store(), self._interruptible()
+        store: Any = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+        opening = self._interruptible()
         peers = self._meet(opening, store)
         self._reached = peers.reached()
         name = f"pipeline {self.identity} of its group"
-        self.control = control = ConnectedControlPlane(peers.connections, self.rank, self.size, self._release, self._timeouts, name)
+        try:
+            with naming_shortage():
+                control = ConnectedControlPlane(peers.connections, self.rank, self.size, self._release, self._timeouts, name)
+        except BaseException as error:
+            refuse(peers.connections, error)
+            raise
+        self.control = control
         self._watch_device(control)
         self._is_open = True
         self._token = control.exchange(Collective.CONNECT, peers.name)[0]  # only these ranks know it
@@ -181,14 +192,16 @@ class C10dTransport(Transport):
         key = f"bpipe/peers/{getattr(self.group, 'group_name', '')}"
         self._written.add(store, f"{key}/{self.rank}")
         opening.note = "it looks for its own addresses, and writes them to the process group's store"
+        to = links(self.rank, self.size)
         try:
-            to = links(self.rank, self.size)
             return opening.run(
                 lambda: meet_peers(
                     store, key, self.rank, self.size, opening.check, links=to, pipeline=self.identity, secret=self._secret
                 )
             )
         except BaseException as error:
+            if not opening.has_begun:  # no thread can start
+                say_farewell(store, key, self.rank, dict.fromkeys(to, False), str(error))
             self._written.remove(REMOVED_S)
             if not isinstance(error, OtherPipelineError):
                 raise
@@ -298,6 +311,7 @@ class C10dTransport(Transport):
         self.control.channel_sockets += connections.values()
         rings = {} if is_asynchronous(self.device) else self._share_memory(channels, connections)
         for index, connection in connections.items():
+            prepare(connection, self._timeouts.timeout_s + MARGIN_S)
             channel = channels[index]
             if ends[index][0] == self.rank:
                 self._senders[channel] = Sender(connection, self._named(channel), rings.get(index))
@@ -472,7 +486,7 @@ class C10dTransport(Transport):
             file.close()
         self._files.clear()
         self._written.wait(REMOVED_S)
-        if not self._is_open and self.identity:  # made and never run: not to be counted
+        if not self._token and self.identity:  # the ranks have not come together in it: not to be counted
             count_pipelines(self.group, -1)
             self.identity = 0
 
@@ -508,6 +522,4 @@ def _greet(gloo: Any, other: int) -> None:
 def _timeout_of(group: Any) -> timedelta:
     """Return the timeout that the user gave the process group."""
     backends = backends_of(group)
-    backend = group._get_backend(torch.device("cpu" if "cpu" in backends else next(iter(backends))))
-    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else timedelta(minutes=30)
+    return timeout_of(group, torch.device("cpu" if "cpu" in backends else next(iter(backends)))) or timedelta(minutes=30)

@@ -24,6 +24,7 @@ from bpipe.comm.transport.in_flight import InFlight
 from bpipe.device import current, free_bytes, marks_only_its_own
 from bpipe.errors import ConfigurationError, TransferError
 from bpipe.schedules import Channel
+from bpipe.torch_private.distributed import backend_options, backends_of_packages, begin_transfer, end_transfer
 
 __all__: list[str] = []
 
@@ -158,13 +159,13 @@ def _posted(made: Any, tensors: Sequence[torch.Tensor], *, sends: bool) -> Any:
     A group that is begun must be ended, also after an error, because everything that the thread gives to NCCL waits for that end.
     """
     try:
-        made._start_coalescing()
+        begin_transfer(made)
         for tensor in tensors:
             made.send([tensor], 1, 0) if sends else made.recv([tensor], 0, 0)
-        return made._end_coalescing()
+        return end_transfer(made)
     except BaseException:
         with suppress(RuntimeError):  # it was not begun, or has been ended
-            made._end_coalescing()
+            end_transfer(made)
         raise
 
 
@@ -174,8 +175,10 @@ def maker_of(backend: str) -> Make | None:
     Args:
         backend: of the process group, for a device: "nccl", "xccl", or one that a package has registered.
     """
-    plugin = dist.Backend._plugins.get(backend.upper())
-    return _plugged(plugin) if plugin is not None else MAKERS.get(backend)
+    if backend in MAKERS or backend in HOST_WAITS:  # torch 2.14 and newer register their own backends as packages do
+        return MAKERS.get(backend)
+    plugin = backends_of_packages().get(backend.upper())
+    return None if plugin is None else _plugged(plugin)
 
 
 def backends() -> list[str]:
@@ -197,13 +200,14 @@ def _xccl(store: Any, end: int, timeout: timedelta) -> Any:
 
 
 MAKERS: dict[str, Make] = {"nccl": _nccl, "xccl": _xccl}  # those of torch
+HOST_WAITS = ("gloo", "mpi", "ucc")  # torch's other backends
 
 
 def _plugged(plugin: Any) -> Make:
     def make(store: Any, end: int, timeout: timedelta) -> Any:
         if not plugin.extended_api:
             return plugin.creator_fn(store, end, 2, timeout)
-        options = dist.distributed_c10d._DistributedBackendOptions()
+        options = backend_options()
         options.store, options.group_rank, options.group_size, options.timeout = store, end, 2, timeout
         return plugin.creator_fn(options, None)
 

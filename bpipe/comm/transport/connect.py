@@ -22,7 +22,6 @@ from bpipe.comm.rendezvous.incoming import IncomingConnections, read_frame, serv
 from bpipe.comm.rendezvous.listening import Listeners
 from bpipe.comm.rendezvous.outgoing import OutgoingConnections
 from bpipe.comm.rendezvous.secret import NONCE_BYTES, UNPROVED, is_same, proof
-from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.comm.wire.frames import ONLY_PROOF, Frame, FrameReader, Kind
 from bpipe.errors import CommError, TransferError
@@ -30,8 +29,7 @@ from bpipe.errors import CommError, TransferError
 __all__: list[str] = []
 
 TOKEN_BYTES = 16
-HELLO_S = 5.0  # a connection that its sender has opened arrives within this time
-REACH_S = 10.0  # a rank that has told its address answers within this time, unless it is frozen
+REACH_S = 10.0  # a rank that has told its address is there within this time, if its machine says that nobody is
 NOWHERE: Mapping[int, str] = {}
 LOOK_S = 0.05  # between two looks at whether something has failed, or a call is to be made again
 
@@ -143,18 +141,18 @@ class _Opening:
         self._outgoing.open(calls)
         if time.monotonic() - self._since_s > REACH_S:
             for index in calls:
-                if not self._outgoing.has_reached(index) and (refused := self._outgoing.refused.get(index)):
-                    places = "; ".join(f"at {address}, port {port}: {why}" for (address, port), why in refused.items())
-                    raise TransferError(f"rank {self._ends[index][1]} cannot be reached {places}")
+                if not self._outgoing.has_reached(index) and self._outgoing.is_refused(index):
+                    raise TransferError(f"rank {self._ends[index][1]} cannot be reached {self._outgoing.why_not(index)}")
 
     def describe(self, missing: Sequence[int]) -> str:
         ranks = sorted({rank for index in missing for rank in self._ends[index]} - {self._rank} or {self._rank})
-        return f"connections with ranks {ranks} for its channels are being opened"
+        text = f"connections with ranks {ranks} for its channels are being opened"
+        unheard = [index for index in missing if self._outgoing.why_not(index)]
+        return text if not unheard else f"{text}; rank {self._ends[unheard[0]][1]} is called {self._outgoing.why_not(unheard[0])}"
 
     def finish(self) -> dict[int, socket.socket]:
         """Hand over the connections."""
         for connection in self._opened.values():
-            prepare(connection)
             connection.settimeout(None)
         done, self._opened = self._opened, {}
         return done
@@ -238,36 +236,3 @@ class _Opening:
 
 def _sorted(endpoint: Endpoint, first: str | None) -> Endpoint:
     return endpoint._replace(places=tuple(sorted(endpoint.places, key=lambda place: place[0] != first)))
-
-
-def arrived(listeners: Iterable[socket.socket], expected: Mapping[int, bytes], control: ControlPlane) -> dict[int, socket.socket]:
-    """Accept the connections of the other ranks, by index, each with the hello that is expected.
-
-    Other clients are disconnected without waiting for their data.
-    """
-    found: dict[int, socket.socket] = {}
-
-    def on_hello(connection: socket.socket, hello: Frame) -> None:
-        if hello.number in expected and hello.number not in found and is_same(hello.body, expected[hello.number]):
-            found[hello.number] = connection
-        else:
-            connection.close()
-
-    with ExitStack() as unless_done, ExitStack() as after:
-        selector = after.enter_context(selectors.DefaultSelector())
-        after.enter_context(IncomingConnections(listeners, selector, len(expected), on_hello))
-        unless_done.callback(_close, found)
-        until = time.monotonic() + HELLO_S
-        while len(found) < len(expected):
-            control.check()
-            if time.monotonic() > until:
-                late = sorted(expected.keys() - found.keys())
-                raise TransferError(f"connections {late} were opened by their senders, but did not arrive within {HELLO_S:g} s")
-            serve(selector, LOOK_S)
-        unless_done.pop_all()
-    return found
-
-
-def _close(connections: Mapping[int, socket.socket]) -> None:
-    for connection in connections.values():
-        connection.close()

@@ -25,13 +25,20 @@ def group_of(group: Any) -> Any:
     """Return the process group of a one-dimensional DeviceMesh; return anything else unchanged.
 
     Raises:
-        ConfigurationError: the mesh has several dimensions.
+        ConfigurationError: the mesh has several dimensions, or this rank is not in the mesh or the group.
     """
-    if not hasattr(group, "mesh_dim_names"):
-        return group
-    if group.ndim != 1:
+    is_mesh = hasattr(group, "mesh_dim_names")
+    if is_mesh and group.ndim != 1:
         raise ConfigurationError(f"a mesh of {group.ndim} dimensions: give the pipeline's one, such as mesh['pp']")
-    return group.get_group()
+    is_outside = group.get_coordinate() is None if is_mesh else group is not None and group is _outside()
+    if is_outside:  # torch gives all ranks that call new_group an object, also those that it leaves out
+        raise ConfigurationError(f"rank {dist.get_rank()} is not in the group: give the group of this rank's own pipeline")
+    return group.get_group() if is_mesh else group
+
+
+def _outside() -> Any:
+    """Return what stands for a group to a rank that is not in it; None in a build of torch without torch.distributed."""
+    return dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None
 
 
 def rank_and_size(group: Any) -> tuple[int, int]:

@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from bpipe.comm.rendezvous.shortage import naming_shortage
+
 __all__: list[str] = []
 
 T = TypeVar("T")
@@ -21,12 +23,16 @@ class Worker:
 
     Args:
         name: the thread's name.
+
+    Raises:
+        CommError: no thread can start.
     """
 
     def __init__(self, name: str) -> None:
         self._jobs: Jobs = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
-        self._thread.start()
+        with naming_shortage():
+            self._thread.start()
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from bpipe.comm.rendezvous.shortage import named
 from bpipe.comm.transport.base import Transfer
 from bpipe.errors import CommError, TransferError
 
@@ -25,7 +26,11 @@ def transferring(method: Method) -> Method:
             return method(*args, **kwargs)
         except CommError:
             raise
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
+            if (shortage := named(error)) is not None:
+                raise shortage from error
+            if isinstance(error, OSError):
+                raise
             raise TransferError(f"a transfer failed: {error}") from error
 
     return cast(Method, calling)

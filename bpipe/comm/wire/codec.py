@@ -1,17 +1,19 @@
 """Encode the records that ranks send each other, except headers, which are frequent and have a separate format.
 
-A record is a NamedTuple. It travels as a JSON array of its type's name and its fields, bytes in hexadecimal digits. What arrives is
-checked against the types of the fields once, in `decode`, so that nothing else has to doubt it: text can be shown on a terminal.
-Nothing is unpickled.
+A record is a NamedTuple. It travels as a JSON array of its type's name and its fields, bytes in hexadecimal digits, and a record or
+dataclass inside it as an array of fields. What arrives is checked against the types of the fields once, in `decode`, so that
+nothing else has to doubt it: text can be shown on a terminal. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from enum import IntEnum
 from functools import cache, partial
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from bpipe.errors import CommError, printable
@@ -19,6 +21,7 @@ from bpipe.errors import CommError, printable
 __all__: list[str] = []
 
 Record = TypeVar("Record", bound=tuple[Any, ...])
+T = TypeVar("T")
 Read = Callable[[Any], Any]  # checks a JSON value and converts it; raises ValueError or TypeError
 
 MAX_BYTES = 2**18  # of a record
@@ -28,7 +31,12 @@ MAX_INT = 2**64  # which is more than any field holds; Python's integers have no
 def encode(record: tuple[Any, ...]) -> bytes:
     """Return a record as the bytes that are sent."""
     values = [type(record).__name__, *record]
-    return json.dumps(values, ensure_ascii=False, separators=(",", ":"), default=bytes.hex).encode(errors="replace")
+    return json.dumps(values, ensure_ascii=False, separators=(",", ":"), default=_plain).encode(errors="replace")
+
+
+def _plain(value: Any) -> Any:
+    """Return bytes as text, and a dataclass as an array; raise a TypeError for anything else."""
+    return value.hex() if isinstance(value, bytes) else [getattr(value, field.name) for field in fields(value)]
 
 
 def decode_text(data: bytes) -> str:
@@ -36,42 +44,58 @@ def decode_text(data: bytes) -> str:
     return printable(data.decode(errors="replace"))
 
 
-def decode(kind: type[Record], data: bytes, what: str) -> Record:
+def decode(kind: type[Record], data: bytes, what: str, most_bytes: float = MAX_BYTES) -> Record:
     """Return the record that `encode` wrote.
 
     Args:
         kind: the type of the record.
         data: bytes from another process.
         what: what they should be, for the error.
+        most_bytes: how many they may be; those that come by a collective call are no more than this allows.
 
     Raises:
         CommError: they are not that, or are too many.
     """
     try:
-        if not len(data) <= MAX_BYTES or not (data.startswith(b"[") and data.endswith(b"]")):
+        if not len(data) <= most_bytes or not (data.startswith(b"[") and data.endswith(b"]")):
             raise ValueError("it is too long, or not a JSON array")
         name, *values = json.loads(data.decode())
         if name != kind.__name__:
             raise ValueError(f"it is of type {name!r:.40}")
-        return kind(*_some(_reads(kind), values))
+        return _record(kind, values)
     except (ValueError, TypeError, RecursionError) as error:
         raise CommError(f"{len(data)} bytes that start {data[:24]!r} are not a valid {what}: {error!s:.200}") from error
 
 
 @cache
-def _reads(kind: type[tuple[Any, ...]]) -> list[Read]:
-    """Return what reads each field of a NamedTuple."""
-    hints = get_type_hints(kind)
-    return [_read_of(hints[name]) for name in kind._fields]  # type: ignore[attr-defined]
+def _reads(kind: Callable[..., Any]) -> dict[str, Read]:
+    """Return what reads each field of a NamedTuple or dataclass."""
+    return {name: _read_of(hint) for name, hint in get_type_hints(kind).items()}
 
 
 def _read_of(hint: Any) -> Read:
-    if get_origin(hint) is tuple:
-        each, *others = get_args(hint)
-        return partial(_many, _read_of(each)) if others == [...] else partial(_some, list(map(_read_of, get_args(hint))))
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        return partial(_many, _read_of(args[0])) if args[1:] == (...,) else partial(_some, list(map(_read_of, args)))
+    if origin is UnionType:  # with None
+        read = _read_of(args[0])
+        return lambda value: None if value is None else read(value)
+    if origin is Mapping:
+        return partial(_mapping, *map(_read_of, args))
     if issubclass(hint, IntEnum):
         return lambda value: hint(_integer(value))
-    return {bool: _boolean, int: _integer, float: _number, str: _text, bytes: _bytes}[hint]
+    return {bool: _boolean, int: _integer, float: _number, str: _text, bytes: _bytes}.get(hint) or partial(_record, hint)
+
+
+def _record(kind: Callable[..., T], values: Any) -> T:
+    reads = _reads(kind)
+    return kind(**dict(zip(reads, _some(list(reads.values()), values))))
+
+
+def _mapping(read_key: Read, read: Read, values: Any) -> dict[Any, Any]:
+    if type(values) is not dict:
+        raise TypeError("a field is not an object")
+    return {read_key(int(key) if read_key is _integer else key): read(value) for key, value in values.items()}
 
 
 def _many(read: Read, values: Any) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 from bpipe.device import graph_maker
 from bpipe.errors import StageError
 from bpipe.model.pytree import leaves_of
+from bpipe.torch_private.engine_and_graph import function_of
 
 __all__: list[str] = []
 
@@ -37,7 +38,7 @@ def kept_by_functions(nodes: Iterable[Node], where: str) -> list[Kept]:
 
 
 def _attributes(node: Any, where: str) -> Iterator[Kept]:
-    function = type(node)._forward_cls
+    function = function_of(node)
     if (made_by := graph_maker(function)) is not None:
         raise StageError(
             f"{where}: the stage replays a graph of its device ({made_by}), whose activations have the same addresses for all "

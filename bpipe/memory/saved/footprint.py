@@ -57,10 +57,6 @@ class Footprint(NamedTuple):
         movable = min(self.movable_bytes, own)
         return self._replace(own_bytes=own, movable_bytes=movable, parts=(movable,), between_bytes=None)
 
-    def saved_by(self, part: int) -> int:
-        """Return the bytes that a piece of its forward saves: its part, if there is one; the first adds the immovable bytes."""
-        return sum(self.parts[part - 1 : part]) + (self.own_bytes - self.movable_bytes) * (part == 1)
-
     def sizes(self, num_parts: int = 0) -> StageSizes:
         """Return the sizes as a plan counts them.
 

@@ -16,6 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.errors import SavedTensorError
+from bpipe.torch_private.owners_and_versions import address_of, version_of
 
 __all__: list[str] = []
 
@@ -57,7 +58,7 @@ def join(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         return joined
     if _JOINS.current is not None and len(pieces) > 1:
         storage = joined.untyped_storage()
-        _JOINS.current[storage._cdata] = _Join(StorageWeakRef(storage), [piece.detach() for piece in pieces], dim)
+        _JOINS.current[address_of(storage)] = _Join(StorageWeakRef(storage), [piece.detach() for piece in pieces], dim)
     return joined
 
 
@@ -77,7 +78,7 @@ class Joined:
 
     def __init__(self, join: _Join, view: torch.Tensor) -> None:
         self.pieces, self._dim = join.pieces, join.dim
-        self._versions = [piece._version for piece in self.pieces]
+        self._versions = [version_of(piece) for piece in self.pieces]
         self._layout = view.size(), view.stride(), view.storage_offset()
 
     def join(self) -> torch.Tensor:
@@ -86,7 +87,7 @@ class Joined:
         Raises:
             SavedTensorError: a piece was changed in place.
         """
-        if [piece._version for piece in self.pieces] != self._versions:
+        if [version_of(piece) for piece in self.pieces] != self._versions:
             raise SavedTensorError(
                 "a piece of a joined tensor was modified in place after a slice had saved it for its backward: "
                 "replace the in-place operation, or clone the state before it"
@@ -99,8 +100,8 @@ def in_pieces(tensor: Any) -> Any:
     joins = _JOINS.current
     if not joins or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return tensor
-    found = joins.get(tensor.untyped_storage()._cdata)
-    is_view = found is not None and not found.storage.expired() and not tensor._version and tensor.dtype == found.pieces[0].dtype
+    found = joins.get(address_of(tensor.untyped_storage()))
+    is_view = found is not None and not found.storage.expired() and not version_of(tensor) and tensor.dtype == found.pieces[0].dtype
     return Joined(found, tensor) if found is not None and is_view else tensor
 
 

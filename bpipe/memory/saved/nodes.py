@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
+
+from bpipe.torch_private.engine_and_graph import saved_names
 
 __all__: list[str] = []
 
@@ -27,15 +28,10 @@ def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
 def saved_by(node: Node) -> list[tuple[Any, Any]]:
     """Return the raw saved tensors of a node, each with its data: the packed value of a hook, or the tensor; None if none."""
     found: list[tuple[Any, Any]] = []
-    for name in _saved_names(BackwardCFunction if isinstance(node, BackwardCFunction) else type(node)):
+    for name in saved_names(BackwardCFunction if isinstance(node, BackwardCFunction) else type(node)):
         value = getattr(node, name)
         if type(value) is tuple:
             found += [(saved, getattr(saved, "data", None)) for saved in value]
         else:
             found += ((value, getattr(value, "data", None)),)
     return found
-
-
-@cache
-def _saved_names(kind: type[Node]) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

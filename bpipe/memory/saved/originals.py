@@ -7,7 +7,6 @@ set on the saved tensor would not be found. So the nodes of such Functions retur
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -17,28 +16,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from bpipe.memory.saved.nodes import saved_by
+from bpipe.memory.saved.stash import Saved
 
 __all__: list[str] = []
-
-# The Python code that runs while torch saves the tensors of a Function.
-APPLY = torch.autograd.Function.__dict__["apply"].__func__.__code__
-
-
-class Original:
-    """A tensor that a Function has saved, as long as it has an owner, and the attributes that were set on it."""
-
-    __slots__ = ("_attributes", "_tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = weakref.ref(tensor)
-        self._attributes = tensor.__dict__ if type(tensor) is torch.Tensor else {}  # subclasses keep their own parts there
-
-    def in_place_of(self, unpacked: torch.Tensor) -> torch.Tensor:
-        """Return the tensor or, if it is gone, the one that torch unpacked, with the attributes that were set on the tensor."""
-        tensor = self._tensor()
-        if tensor is None:
-            unpacked.__dict__.update(self._attributes)
-        return unpacked if tensor is None else tensor
 
 
 def give_originals(nodes: Iterable[Node]) -> None:
@@ -61,8 +41,16 @@ def _given(torchs: Any, node: Any) -> tuple[torch.Tensor | None, ...]:
     """Return the tensors that a node returns as saved, given the attribute by which torch returns them."""
     pairs = [(unpacked, _original(data)) for unpacked, (_, data) in zip(torchs.__get__(node), saved_by(node), strict=True)]
     # torch makes new tensors of a Function's own outputs even without hooks.
-    return tuple(one if its is None or one.grad_fn is node else its.in_place_of(one) for one, its in pairs)
+    return tuple(one if data is None or one.grad_fn is node else _in_place_of(one, data) for one, data in pairs)
 
 
-def _original(data: object) -> Original | None:
-    return getattr(data, "original", None)
+def _in_place_of(unpacked: torch.Tensor, data: Saved) -> torch.Tensor:
+    """Return the tensor that was saved or, if it is gone, the one that torch unpacked, with the attributes that were set on it."""
+    tensor = None if data.original is None else data.original()
+    if tensor is None:
+        unpacked.__dict__.update(data.attributes)
+    return unpacked if tensor is None else tensor
+
+
+def _original(data: object) -> Saved | None:
+    return data if isinstance(data, Saved) and data.original is not None else None

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
 from bpipe.memory.saved.attributes import Kept, tensors_kept_in
 from bpipe.memory.saved.nodes import saved_by
 from bpipe.memory.saved.stash import Cached, Saved
+from bpipe.model.pytree import flattened
+from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
 
@@ -36,7 +37,7 @@ def kept_by_checkpoints(nodes: Iterable[Node]) -> tuple[list[Cached], list[Kept]
         cells, guard = _cells(frame.recompute_fn), _guard_of(frame)
         outputs = list(_outputs(cells.pop("recompute_context", None)))
         if guard is not None:
-            cached += [Cached(weakref.ref(one), one._version, weakref.ref(guard)) for one in outputs if _is_alias(one)]
+            cached += [Cached(weakref.ref(one), version_of(one), weakref.ref(guard)) for one in outputs if _is_alias(one)]
             outputs = [one for one in outputs if not _is_alias(one)]
         found = [*outputs, *tensors_kept_in([list(cells.values()), *_arguments(frame)])]
         kept += [Kept(weakref.ref(one), OF_A_REGION) for one in found]
@@ -63,7 +64,7 @@ def _frame_of(saved: Iterable[Any]) -> Any:
 
 def _inputs(frame: Any) -> list[Any]:
     """Return the positional tensors of a region, as it has saved them."""
-    return [*getattr(frame, "saved_args", ()), *getattr(_input_node(frame), "_raw_saved_tensors", ())]
+    return [*getattr(frame, "saved_args", ()), *(saved for saved, _ in saved_by(_input_node(frame)))]
 
 
 def _cells(function: Any) -> dict[str, Any]:
@@ -83,7 +84,7 @@ def _outputs(context: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors that selective checkpointing keeps, in the order of their computation, operation by operation."""
     storage: object = getattr(context, "storage", None)
     for entries in storage.values() if isinstance(storage, dict) else ():
-        for leaf in tree_leaves(list(entries.values()) if isinstance(entries, dict) else entries):
+        for leaf in flattened(entries):
             value = getattr(leaf, "val", None)
             if isinstance(value, torch.Tensor):
                 yield value

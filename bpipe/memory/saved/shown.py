@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,12 +12,9 @@ from bpipe.memory.saved.attributes import kept_by_functions
 from bpipe.memory.saved.nodes import saved_by
 from bpipe.memory.saved.stash import Saved
 from bpipe.memory.saved.storages import storages_of
+from bpipe.torch_private.owners_and_versions import address_of
 
 __all__: list[str] = []
-
-
-# How many graph nodes this thread has made. If torch does not say, all microbatches of a kind count as equal.
-num_nodes_made: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 
 
 # For a plain number, as in `x * 0.5`, a graph keeps 8 bytes that no hook and no count of storages sees.
@@ -47,7 +44,7 @@ def shown_by(nodes: Sequence[Node], non_activations: Container[int], where: str)
                     tensors.append(tensor)
             elif data is not None or not hasattr(saved, "data"):  # without `data` an older version of torch hides all
                 is_all = False
-    found = {storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
+    found = {address_of(storage): storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
     return Shown(sum(size for key, size in found.items() if key not in non_activations), is_all)
 
 

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,8 +20,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bpipe.errors import SavedTensorError, StageError, text_of
 from bpipe.memory.saved.attributes import Kept, tensors_kept_in
 from bpipe.memory.saved.joined import in_pieces, joined_again
-from bpipe.memory.saved.originals import APPLY, Original
 from bpipe.memory.saved.storages import Group, Held, Storage, grouped, keys_of, num_tensors, shares_parts, storages_of
+from bpipe.torch_private.engine_and_graph import Hooks, OwnPackHook, hooks_around
+from bpipe.torch_private.owners_and_versions import FOLLOWS, address_of, version_of
 
 __all__: list[str] = []
 
@@ -30,19 +31,25 @@ PACKED = "packed by a saved-tensor hook around the step, into an object that is 
 FORGOTTEN = "a stage's graph is used a second time, after its backward. Compute shared values again in each forward."
 
 
+def _untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Keep torch.compile away from a hook, which is called where a module that it compiles runs eagerly."""
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+
+
 class Saved:
     """The object that a saved-tensor hook hands to autograd: an alias of the tensor, its version, and its place in saving order.
 
-    If a custom Function saves it, its original is noted.
+    The tensor itself, as long as it has an owner, and its attributes are for the custom Function that saves it, if one does.
     """
 
-    __slots__ = ("__weakref__", "is_away", "is_forgotten", "is_no_alias", "order", "original", "tensor", "version")
+    __slots__ = ("__weakref__", "attributes", "is_away", "is_forgotten", "is_no_alias", "order", "original", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, order: int) -> None:
         self.order, self.is_away, self.is_forgotten = order, False, False
-        self.original: Original | None = None
+        self.original: weakref.ref[torch.Tensor] | None = None
+        self.attributes: dict[str, Any] = {}
         self.tensor = tensor if tensor.is_leaf and isinstance(tensor, torch.nn.Parameter) else tensor.detach()
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.is_no_alias = type(tensor) is not torch.Tensor and shares_parts(self.tensor, tensor)
 
     @property
@@ -83,7 +90,7 @@ class _Taken(Saved):
 
     def __init__(self, tensor: torch.Tensor, version: int, guard: Saved) -> None:
         self.order, self.tensor, self.version, self._guard = guard.order, tensor, version, guard
-        self.is_away, self.is_forgotten, self.is_no_alias, self.original = guard.is_away, False, False, None
+        self.is_away, self.is_forgotten, self.is_no_alias, self.original, self.attributes = guard.is_away, False, False, None, {}
 
     @property
     def guard(self) -> Saved:
@@ -96,13 +103,6 @@ class Movable(NamedTuple):
     storage: Storage
     saved: list[Saved]  # its owners, in the order of saving
     is_output: bool  # also owned by a send
-
-
-class Pieces(Protocol):
-    """The pieces of a running forward or backward: the plan's actions between them run when they are reached."""
-
-    def reach(self, part: int) -> None:
-        """Advance to the piece that saves or needs a part."""
 
 
 @dataclass
@@ -119,12 +119,12 @@ class StashContents:
 
     def fix(self, storage: Storage) -> None:
         """Note that a storage is this microbatch's own, and stays."""
-        self.fixed[storage._cdata] = storage.nbytes()
+        self.fixed[address_of(storage)] = storage.nbytes()
 
     @property
     def own(self) -> set[int]:
         """This microbatch's storages."""
-        return {*self.fixed, *(entry.storage._cdata for entry in self.movable)}
+        return {*self.fixed, *(address_of(entry.storage) for entry in self.movable)}
 
     @property
     def movable_bytes(self) -> int:
@@ -153,7 +153,6 @@ class Stash:
         device: only tensors on this device can move; None for any.
         cuts: the positions where each part but the first begins, in the order of saving; empty if a microbatch moves as a whole,
             None if that is to be decided after its forward.
-        is_inside: whether parts are evicted and loaded inside the forward and the backward.
     """
 
     def __init__(
@@ -162,10 +161,8 @@ class Stash:
         non_activations: Mapping[int, str],
         device: torch.device | None = None,
         cuts: Sequence[int] | None = None,
-        *,
-        is_inside: bool = False,
     ) -> None:
-        self.name, self.cuts, self._is_inside = name, () if cuts is None else cuts, is_inside
+        self.name, self.cuts = name, () if cuts is None else cuts
         self._is_cut = cuts is not None
         self._device = device
         self._non_activations = non_activations
@@ -178,23 +175,25 @@ class Stash:
         self._left: dict[int, tuple[StorageWeakRef, int]] = {}  # those that later slices of the sequence get, and their bytes
         self._is_later_slice = False
         self._away: dict[int, list[weakref.ref[Saved]]] = {}  # by part; 0 stands for all
-        self.has_functions = False  # whether custom Functions have saved something
         self.kept: list[Kept] = []  # tensors that no hook has seen
         self._packed: list[Kept] = []  # results of the user's own pack hook
-        self._users: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
+        self._users: Hooks | None = None
         self.cached: list[Cached] = []  # not seen by hooks either, but movable
-        self.pieces: Pieces | None = None  # of the forward or backward that runs now, if it runs in pieces
 
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Follow all tensors that autograd saves inside this context, as packed by the user's own hooks around it, if any."""
-        self._users = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        with following(self.name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+        if not FOLLOWS:  # torch lacks a private name: nothing is evicted, and the bytes of the microbatch count as none
+            yield
+            return
+        self._users = hooks_around()
+        pack = OwnPackHook(_untraced(self._pack))
+        if self._users is not None:
+            pack.set_users(self._users)
+        with following(self.name), torch.autograd.graph.saved_tensors_hooks(pack, _untraced(self._unpack)):
             yield
 
     def _pack(self, tensor: torch.Tensor) -> Saved | Packed:
-        if self.pieces is not None:
-            self.pieces.reach(self._part(self._num_saved))
         value = tensor if self._users is None else self._users[0](tensor)
         if self._is_later_slice:
             value = in_pieces(value)
@@ -205,8 +204,10 @@ class Stash:
             self._packed += [Kept(weakref.ref(one), PACKED) for one in here]
             return Packed(value, order)
         saved = Saved(value, order)
-        if self._users is None and sys._getframe(1).f_code is APPLY:
-            saved.original, self.has_functions = Original(tensor), True
+        if self._users is None:
+            saved.original = weakref.ref(tensor)
+            if type(tensor) is torch.Tensor:  # subclasses keep their own parts there
+                saved.attributes = tensor.__dict__
         self._saved.append(weakref.ref(saved))
         return saved
 
@@ -215,8 +216,6 @@ class Stash:
             raise SavedTensorError(FORGOTTEN)
         if isinstance(saved, Saved):
             self._check_unchanged(saved)
-        if self.pieces is not None:
-            self.pieces.reach(self._part(saved.order))
         value = saved.value if isinstance(saved, Packed) else self._alias(saved)
         if self._is_later_slice:
             value = joined_again(value)
@@ -231,21 +230,21 @@ class Stash:
         return saved.tensor if isinstance(saved.tensor, torch.nn.Parameter) else saved.tensor.detach()
 
     def _check_unchanged(self, saved: Saved) -> None:
-        if saved.tensor._version != saved.version:
+        if version_of(saved.tensor) != saved.version:
             raise SavedTensorError(
                 f"a tensor saved for the backward of {self.name} was modified in place: shape {_shape_of(saved.tensor)}, "
-                f"{saved.tensor.dtype}, version {saved.tensor._version}, expected {saved.version}. "
+                f"{saved.tensor.dtype}, version {version_of(saved.tensor)}, expected {saved.version}. "
                 "Replace the in-place operation, or clone the tensor before it."
             )
 
     def set_apart(self, tensors: Iterable[torch.Tensor], reason: str) -> None:
         """Treat tensors as non-activations as long as they live: copies that stand in for tensors known to be none."""
-        apart = {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
+        apart = {address_of(storage): StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
         self._non_activations, self._apart = {**self._non_activations, **dict.fromkeys(apart, reason)}, list(apart.values())
 
     def borrow(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note tensors that belong to the previous stage, on this rank, or to an earlier slice, as long as these keep them."""
-        self._borrowed |= {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
+        self._borrowed |= {address_of(storage): StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
 
     def go_on_after(self, past: Iterable[torch.Tensor]) -> None:
         """Note what earlier slices of the sequence have left: it is theirs, and what it is joined to is saved in pieces."""
@@ -255,7 +254,7 @@ class Stash:
     def leave(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note tensors that later slices of the sequence get: they cannot move, and stay until this slice's backward."""
         found = [storage for tensor in tensors for storage in storages_of(tensor)]
-        self._left = {storage._cdata: (StorageWeakRef(storage), storage.nbytes()) for storage in found}
+        self._left = {address_of(storage): (StorageWeakRef(storage), storage.nbytes()) for storage in found}
 
     def lend(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note tensors that the next stage, on this rank, gets: they cannot move, because that stage may save them too."""
@@ -299,11 +298,7 @@ class Stash:
             elif kept[key] or not group.storage.resizable() or self._is_elsewhere(group.storage.device):
                 contents.fix(group.storage)
             else:
-                entry = Movable(group.storage, group.saved, bool(sent[key]))
-                if self._is_inside and self._is_across(entry):
-                    contents.fix(entry.storage)
-                else:
-                    contents.movable.append(entry)
+                contents.movable.append(Movable(group.storage, group.saved, bool(sent[key])))
         for key, (reference, num_bytes) in self._left.items():  # also what this slice's graph has not saved
             if not (key in self._non_activations or self._is_borrowed(key) or reference.expired()):
                 contents.fixed[key] = num_bytes
@@ -326,8 +321,8 @@ class Stash:
         found: dict[int, tuple[Storage, Held]] = {}
         for tensor, reason in [(tensor, one.reason) for one in (*self.kept, *self._packed) if (tensor := one.tensor()) is not None]:
             for storage in storages_of(tensor):
-                if storage.nbytes() and not self._is_known(storage._cdata):
-                    found[storage._cdata] = (storage, Held(_shape_of(tensor), tensor.dtype, storage.nbytes(), reason))
+                if storage.nbytes() and not self._is_known(address_of(storage)):
+                    found[address_of(storage)] = (storage, Held(_shape_of(tensor), tensor.dtype, storage.nbytes(), reason))
         return found
 
     def _is_elsewhere(self, device: torch.device) -> bool:
@@ -365,10 +360,6 @@ class Stash:
     def _part_of(self, entry: Movable) -> int:
         first = entry.saved[0].order
         return len(self.cuts) + 1 if first in self._outputs else self._part(first)
-
-    def _is_across(self, entry: Movable) -> bool:
-        """Return whether a storage belongs to one part and is used in another, so that it can't come and go with a piece."""
-        return any(isinstance(saved, _Taken) or self._part(saved.order) != self._part_of(entry) for saved in entry.saved)
 
     def _part(self, order: int) -> int:
         return bisect_right(self.cuts, order) + 1

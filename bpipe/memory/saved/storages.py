@@ -10,6 +10,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from bpipe.torch_private.owners_and_versions import COUNTS_OWNERS, address_of, num_references
+
 __all__: list[str] = []
 
 Storage = torch.UntypedStorage
@@ -44,7 +46,7 @@ def _parts(tensor: Any) -> dict[str, torch.Tensor]:
 
 def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     """Return the identities of the storages under some tensors."""
-    return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
+    return {address_of(storage) for tensor in tensors for storage in storages_of(tensor)}
 
 
 def as_bytes(storage: Storage) -> torch.Tensor:
@@ -59,16 +61,16 @@ def element_bytes(tensor: torch.Tensor) -> int:
 
 def owners(storage: Storage) -> int:
     """Return how many tensors own a storage; the Python object by which bpipe asks does not count."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) - _WRAPPER
+    return num_references(address_of(storage)) - _WRAPPER
 
 
 def _calibrate() -> int:
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+    return num_references(address_of(storage)) - 1
 
 
-_WRAPPER = _calibrate()
+_WRAPPER = _calibrate() if COUNTS_OWNERS else 0
 _ONE_OWNER = _WRAPPER + 1
 
 
@@ -86,7 +88,7 @@ def shared_among(tensors: Iterable[torch.Tensor | None], others: Container[int] 
             continue
         if type(one) is torch.Tensor and one.layout is torch.strided:
             storage = one.untyped_storage()
-            if torch._C._storage_Use_Count(storage._cdata) == _ONE_OWNER and storage._cdata not in others:
+            if num_references(address_of(storage)) == _ONE_OWNER and address_of(storage) not in others:
                 continue
         places.append(place)
     return places
@@ -94,7 +96,7 @@ def shared_among(tensors: Iterable[torch.Tensor | None], others: Container[int] 
 
 def num_tensors(tensors: Iterable[torch.Tensor]) -> Counter[int]:
     """Count the tensors over each storage."""
-    return Counter(storage._cdata for tensor in tensors for storage in storages_of(tensor))
+    return Counter(address_of(storage) for tensor in tensors for storage in storages_of(tensor))
 
 
 class HasTensor(Protocol):
@@ -132,7 +134,7 @@ def grouped(saved: Iterable[T]) -> dict[int, Group[T]]:
         settle(one.tensor)  # before anything counts owners: a collective that still writes it is an owner, too
         for storage in storages_of(one.tensor):
             if storage.nbytes():
-                groups.setdefault(storage._cdata, Group(storage)).saved.append(one)
+                groups.setdefault(address_of(storage), Group(storage)).saved.append(one)
             del storage  # only the group may hold a reference when it counts
     for group in groups.values():
         group.count_others()
@@ -155,7 +157,7 @@ class MessageBytes(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> MessageBytes:
-        found = {s._cdata: (StorageWeakRef(s), s.nbytes()) for tensor in tensors for s in storages_of(tensor)}
+        found = {address_of(s): (StorageWeakRef(s), s.nbytes()) for tensor in tensors for s in storages_of(tensor)}
         return cls(max(sum(tensor.nbytes for tensor in tensors), sum(size for _, size in found.values())), found)
 
     def with_more(self, other: MessageBytes) -> MessageBytes:

@@ -45,7 +45,7 @@ def balance(
     """Insert evictions and loads so that no rank occupies more than its budget; the order of computations does not change.
 
     Args:
-        plan: any; its computations are kept, whole or in pieces, and its transfers are dropped: `finish` adds new ones.
+        plan: any; its computations are kept, and its transfers are dropped: `finish` adds new ones.
         slots: the budget in microbatches, or in slices if microbatches have several, one number or one per rank (None: unlimited).
         sizes: the bytes of a microbatch or slice, to count bytes instead of slots.
         budgets: with `sizes`, the budget in bytes, static bytes included, one number or one per rank.

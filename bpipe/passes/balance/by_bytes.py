@@ -7,8 +7,6 @@ from dataclasses import replace
 
 from bpipe.passes.balance.balance import balance, minimize_peak
 from bpipe.passes.communicate import computations_only
-from bpipe.passes.pieces import in_pieces
-from bpipe.passes.pipeline import Pass, Pipeline
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
@@ -22,7 +20,6 @@ def by_bytes(
     sizes: Sizes,
     budgets: int | Sequence[int | None] | None,
     *,
-    is_inside: bool = False,
     to: Destinations | None = None,
     costs: Costs | None = None,
 ) -> Plan:
@@ -30,12 +27,9 @@ def by_bytes(
 
     Args:
         budgets: the budget in bytes, static bytes included, one number or one per rank; None: as low as possible.
-        is_inside: whether parts also move inside forwards and backwards.
         costs: how long computations and transfers take, if known: hidden evictions come first, if the budgets allow it.
     """
-    first = [Pass.of(in_pieces)] if is_inside else []
+    computations = replace(computations_only(plan), sizes=sizes)
     if budgets is None:
-        last = Pass.of(minimize_peak, sizes, to=to, costs=costs)
-    else:
-        last = Pass.of(balance, sizes=sizes, budgets=budgets, to=to, costs=costs)
-    return Pipeline(*first, last).apply(replace(computations_only(plan), sizes=sizes))
+        return minimize_peak(computations, sizes, to=to, costs=costs)
+    return balance(computations, sizes=sizes, budgets=budgets, to=to, costs=costs)

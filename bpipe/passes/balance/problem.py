@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import product
 from typing import Literal, NamedTuple
 
+from bpipe.checks import budgets_of
 from bpipe.passes.balance.greedy import PartSizes, Shortage
 from bpipe.passes.balance.insert_evictions import mirrored
 from bpipe.passes.balance.rank_planner import RankPlanner, RankSolution, SearchBudget
@@ -15,7 +16,7 @@ from bpipe.passes.balance.rank_steps import RankSteps, steps_of
 from bpipe.passes.balance.remote_capacity import Capacity
 from bpipe.passes.balance.step_times import StepTimes, simulated, uniform
 from bpipe.passes.communicate import communicate, without_transfers
-from bpipe.passes.fit import Budgets, checked
+from bpipe.passes.fit import Budgets
 from bpipe.plan.action import HOST
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.meter import slot
@@ -114,7 +115,7 @@ class Problem:
 
     def checked(self, given: int | Sequence[int | None] | None) -> Budgets:
         """Return one budget per rank."""
-        return checked(given, self.plan.num_ranks, "slots" if self.plan.sizes is None else "budgets")
+        return budgets_of("slots" if self.plan.sizes is None else "budgets", given, self.plan.num_ranks)
 
     def solve(self, budgets: Budgets, *, thorough: bool) -> Solution | str:
         """Return the evictions of each rank, or a description of the shortage.

@@ -118,7 +118,7 @@ class RankPlanner:
 
     def _numbers_of_parts(self) -> Iterator[int]:
         """Yield the most parts of a microbatch that may be away: all, then fewer and fewer, halving if attempts are slow."""
-        number, is_slow = max(map(len, self.sizes.values())), are_uneven(self.sizes) and not self.steps.is_in_pieces
+        number, is_slow = max(map(len, self.sizes.values())), are_uneven(self.sizes)
         while number:
             yield number
             number = number // 2 if is_slow and number > 4 else number - 1

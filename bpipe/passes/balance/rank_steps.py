@@ -48,7 +48,7 @@ class RankSteps:
         self.occupied: list[int] = []  # what the rank occupies during each step
         self._plan, self._arrives = plan, arrives
         self._recomputed = plan.recomputed(rank)
-        self._boundaries: list[int] = []  # the step at which the boundary before each whole computation begins
+        self._boundaries: list[int] = []  # the step at which the boundary before each computation begins
         self.beside: dict[int, Action] = {}  # the backwards that run side by side with the forward of a step
         follows_backward = is_beside = False
         for action, bytes_or_slots in zip((action for action in self.actions if action[0] in COMPUTE), occupied):
@@ -60,16 +60,14 @@ class RankSteps:
                 follows_backward, is_beside = True, False
                 continue
             is_beside = plan.begins_pair(action)
-            if not (action[3] and plan.goes_on(action)):
-                self._boundaries.append(len(self.steps))
-                if is_backward and follows_backward:
-                    self.steps.append(None)
-                    self.occupied.append(static + bytes_or_slots)
+            self._boundaries.append(len(self.steps))
+            if is_backward and follows_backward:
+                self.steps.append(None)
+                self.occupied.append(static + bytes_or_slots)
             self.steps.append(action)
             self.occupied.append(static + bytes_or_slots)
             follows_backward = is_backward
         self._boundaries.append(len(self.steps))
-        self.is_in_pieces = any(action[3] and action[0] in COMPUTE for action in self.actions)
         self.peak = max(self.occupied, default=static)
 
     @cached_property
@@ -123,19 +121,17 @@ class RankSteps:
         return parts
 
     def _parts_of(self, action: Action) -> list[Part]:
-        """Return the parts that a forward saves (none before its last piece), or that a backward needs (a piece only its own).
+        """Return the parts that a forward saves, or that a backward needs.
 
         A recomputed microbatch has no parts that could move: its first forward keeps only the input.
         """
-        op, stage, microbatch, part, _ = action
+        _, stage, microbatch, *_ = action
         if (stage, microbatch) in self._recomputed:
             return []
         num_parts = self._plan.num_parts(stage)
         if num_parts <= 1:
             return [(stage, microbatch, 0)]
-        if part and op is not Op.F:
-            return [(stage, microbatch, part)]
-        return [(stage, microbatch, k) for k in range(1, num_parts + 1)] if op is not Op.F or self._plan.ends(action) else []
+        return [(stage, microbatch, k) for k in range(1, num_parts + 1)]
 
 
 def steps_of(plan: Plan, finished: Plan, times: tuple[Sequence[array[int]], Moments]) -> list[RankSteps]:

@@ -13,22 +13,25 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_args
 
+from bpipe.api.options import Options
 from bpipe.api.policy import Way
 from bpipe.chooser.choose_plan import choose_plan
-from bpipe.chooser.compare_plans import EFFORT
 from bpipe.chooser.plan_choice import Choice
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.estimate import Profile
 from bpipe.estimate.advise_inputs import batches_of, stages_of
 from bpipe.estimate.advisor import advise
+from bpipe.estimate.execution import RECOMPUTATIONS
 from bpipe.estimate.models import model_named, model_names
 from bpipe.estimate.transformer import Transformer
-from bpipe.tools.arguments import nodes_of_pairs, single, whole
+from bpipe.tools.arguments import add_each, nodes_of_pairs, whole
 from bpipe.tools.quantities import bytes_of, bytes_per_second_of
 from bpipe.tools.terminal import Result, sign_of_life
+from bpipe.whole_file import write_whole
 
 __all__: list[str] = []
 
@@ -43,10 +46,14 @@ Exit code 1: nothing fits."""
 
 ALONE = "Of 1F1B and GPipe alone, which the published studies compare, and whether balancing pays there:\n"
 
-RUN = "To run it: --out plan.txt writes the plan, and FromPlan(stages, Plan.from_text(...)) runs it, with stages of these layers."
+EFFORT = Options.effort
+HOW_TO_RUN = (
+    "To run it: --out plan.txt writes the plan, and FromPlan(stages, Plan.from_text(...)) runs it, with stages of these layers."
+)
 AS_OPTIONS = {  # what is said of Python, as the command line has it
     "or give efficiency={1: ..., 2: ...}": "or give both, such as --efficiency 1=0.33,2=0.47",
     "more in .candidates": "more with --json",
+    "or options=Options(host=True)": "or --host",
 }
 
 DIMENSIONS = {
@@ -62,40 +69,19 @@ NEEDED = ("layers", "hidden", "heads", "sequence", "vocabulary")
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="*", metavar="MODEL", help=f"{', '.join(model_names())}; or files of profiles")
-    sizes = parser.add_argument_group("dimensions, for a model without a name")
-    for name in DIMENSIONS:
-        sizes.add_argument(f"--{name.replace('_', '-')}", type=whole, metavar="N")
-    sizes.add_argument("--gated", action="store_true", help="the MLP has a gate (SwiGLU); say its width with --ffn")
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--device", help="a100-80gb, h100, ...: memory, speed and links")
-    machine.add_argument("--memory", type=single(bytes_of), metavar="BYTES", help="of a device (default: that of --device)")
-    machine.add_argument("--reserved", type=single(bytes_of), metavar="BYTES", help="memory to set aside of that (default: 5%%)")
-    machine.add_argument("--link", type=link, metavar="RATE", help="link within a node: nvlink3, pcie4, 25GB/s or 200Mbit/s")
-    machine.add_argument("--cross-link", type=link, metavar="RATE", help="link between nodes")
-    machine.add_argument("--ranks-per-node", type=whole, metavar="N", help="stages on a node; stages x and p-1-x share one")
-    machine.add_argument("--num-devices", type=whole, metavar="N", help="devices of all pipelines together")
-    run = parser.add_argument_group("run")
+    sizes, machine, run, choice = (parser.add_argument_group(title) for title in GROUPS)
+    add_each(sizes, ((f"--{name.replace('_', '-')}", whole, None, "N") for name in DIMENSIONS))
+    add_each(sizes, [("--gated", None, "the MLP has a gate (SwiGLU); say its width with --ffn")])
+    add_each(machine, MACHINE)
     run.add_argument("--batch", type=whole, required=True, metavar="N", help="sequences per step")
-    run.add_argument("--stages", type=several(whole), metavar="P", help="one or several to compare, such as 4,8")
-    run.add_argument("--tensor-parallel", type=whole, default=1, metavar="T", help="devices of a stage (default: 1)")
-    run.add_argument("--no-sequence-parallel", action="store_true", help="norms and dropout are not cut over these devices")
-    run.add_argument("--sequence", type=whole, metavar="N", help="tokens of a sequence (default: the model's)")
-    run.add_argument("--attention", default="flash", help="flash or materialised (default: flash)")
-    run.add_argument("--precision", default="bf16", help="precision of activations (default: bf16)")
-    run.add_argument("--recomputations", type=several(str), metavar="HOW", help="which to try: none,selective,full (default: all)")
-    run.add_argument("--layers-by-stage", type=several(whole), metavar="N", help="of each stage, such as 9,10,10,9 (default: even)")
-    run.add_argument("--slices", type=whole, default=1, metavar="K", help="rank seq_1f1b too, with K slices per microbatch")
-    run.add_argument("--microbatch-sizes", type=several(whole), metavar="N", help="to try (default: all that divide the batch)")
-    run.add_argument("--efficiency", type=efficiency, metavar="X", help="of one stage: 0.45, or by microbatch size: 1=0.33,2=0.47")
-    choice = parser.add_argument_group("choice")
-    choice.add_argument("--schedules", type=several(str), metavar="NAME", help="to choose from (default: all with one direction)")
-    choice.add_argument("--stages-per-rank", type=several(whole), default=[1, 2], metavar="V", help="to choose from (default: 1,2)")
-    choice.add_argument("--by", choices=get_args(Way), default="evict_or_recompute", help="how to keep the memory (default: both)")
-    choice.add_argument("--host", action="store_true", help="activations may go to the host where no rank has room")
-    choice.add_argument("--effort", type=at_least_0, default=EFFORT, metavar="N", help=f"of the search (default: {EFFORT:,})")
-    choice.add_argument("--cache", type=Path, metavar="DIR", help="keep answers there, by what was asked")
-    choice.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the chosen plan's text")
-    run.add_argument("--bytes-per-parameter", type=float, metavar="N", help="of weights, gradients and optimizer (default: 18)")
+    add_each(run, STAGES)
+    also = "norms and dropout are not cut over these devices"
+    run.add_argument("--no-sequence-parallel", dest="sequence_parallel", action="store_false", help=also)
+    add_each(run, RUN)
+    add_each(choice, CHOICE)
+    add_each(run, [("--bytes-per-parameter", float, "of weights, gradients and optimizer (default: 18)", "N")])
+    parser.set_defaults(gated=False, host=False, tensor_parallel=1, attention="flash", precision="bf16", slices=1)
+    parser.set_defaults(recomputations=RECOMPUTATIONS, stages_per_rank=[1, 2], by="evict_or_recompute", effort=EFFORT)
 
 
 def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -107,7 +93,7 @@ def at_least_0(text: str) -> int:
 
 
 def link(text: str) -> str | float:
-    return single(bytes_per_second_of)(text) if text[:1] in "0123456789." else text
+    return bytes_per_second_of(text) if text[:1] in "0123456789." else text
 
 
 def efficiency(text: str) -> float | dict[int, float]:
@@ -118,41 +104,53 @@ def efficiency(text: str) -> float | dict[int, float]:
     return {whole(size): float(share) for size, share in pairs}
 
 
+GROUPS = ("dimensions, for a model without a name", "machine", "run", "choice")
+MACHINE = (
+    ("--device", str, "a100-80gb, h100, ...: memory, speed and links"),
+    ("--memory", bytes_of, "of a device (default: that of --device)", "BYTES"),
+    ("--reserved", bytes_of, "memory to set aside of that (default: 5%%)", "BYTES"),
+    ("--link", link, "link within a node: nvlink3, pcie4, 25GB/s or 200Mbit/s", "RATE"),
+    ("--cross-link", link, "link between nodes", "RATE"),
+    ("--ranks-per-node", whole, "stages on a node; stages x and p-1-x share one", "N"),
+    ("--num-devices", whole, "devices of all pipelines together", "N"),
+)
+STAGES = (
+    ("--stages", several(whole), "one or several to compare, such as 4,8", "P"),
+    ("--tensor-parallel", whole, "devices of a stage (default: 1)", "T"),
+)
+RUN = (
+    ("--sequence", whole, "tokens of a sequence (default: the model's)", "N"),
+    ("--attention", str, "flash or materialised (default: flash)"),
+    ("--precision", str, "precision of activations (default: bf16)"),
+    ("--recomputations", several(str), f"which to try: {','.join(RECOMPUTATIONS)} (default: all)", "HOW"),
+    ("--layers-by-stage", several(whole), "of each stage, such as 9,10,10,9 (default: even)", "N"),
+    ("--slices", whole, "rank seq_1f1b too, with K slices per microbatch", "K"),
+    ("--microbatch-sizes", several(whole), "to try (default: all that divide the batch)", "N"),
+    ("--efficiency", efficiency, "of one stage: 0.45, or by microbatch size: 1=0.33,2=0.47", "X"),
+)
+CHOICE = (
+    ("--schedules", several(str), "to choose from (default: all with one direction)", "NAME"),
+    ("--stages-per-rank", several(whole), "to choose from (default: 1,2)", "V"),
+    ("--by", get_args(Way), "how to keep the memory (default: both)"),
+    ("--host", None, "activations may go to the host where no rank has room"),
+    ("--effort", at_least_0, f"of the search (default: {EFFORT:,})", "N"),
+    ("--cache", Path, "keep answers there, by what was asked", "DIR"),
+    ("-o --out", Path, "write the chosen plan's text", "FILE"),
+)
+
+
 def run(args: argparse.Namespace) -> Result:
     model = _model(args)
     _check_what_is_needed(args, model)
-    how = {
-        "device": args.device,
-        "memory_bytes": args.memory,
-        "reserved_bytes": args.reserved,
-        "tensor_parallel": args.tensor_parallel,
-        "sequence_parallel": not args.no_sequence_parallel,
-        "sequence": args.sequence,
-        "attention": args.attention,
-        "precision": args.precision,
-        "microbatch_sizes": args.microbatch_sizes,
-        "nodes": nodes_of_pairs(args, args.stages),
-        "efficiency": args.efficiency,
-        "bytes_per_parameter": args.bytes_per_parameter,
-        "link": args.link,
-        "cross_link": args.cross_link,
-        **({} if args.recomputations is None else {"recomputations": args.recomputations}),
-    }
+    same = {"model": model, "nodes": nodes_of_pairs(args, args.stages), "memory_bytes": args.memory}
+    aside = {"reserve_bytes": args.reserved, "bytes_per_parameter": args.bytes_per_parameter}
     with sign_of_life("Simulating candidates") as progress:
-        advice = advise(
-            model,
-            batch=args.batch,
-            num_stages=args.stages,
-            num_devices=args.num_devices,
-            layers=args.layers_by_stage,
-            slices=args.slices,
-            progress=progress,
-            **how,
-        )
-    choice, refusal = _choice(model, args, how)
-    written = [] if choice is None or args.out is not None else [RUN]
+        own = {"num_stages": args.stages, "layers": args.layers_by_stage, "options": Options(**aside, progress=progress)}
+        advice = advise(**_given(advise, args) | same | own)
+    choice, refusal = _choice(args, same, aside)
+    written = [] if choice is None or args.out is not None else [HOW_TO_RUN]
     if choice is not None and args.out is not None:
-        args.out.write_text(choice.plan.to_text(), encoding="utf-8")
+        write_whole(args.out, choice.plan.to_text())
         written = [f"wrote {args.out}: FromPlan(stages, Plan.from_text(...)) runs it, with stages of the layers above"]
     said = replace(advice, verdict=_as_options(advice.verdict))  # before its lines are broken
     return Result(
@@ -169,20 +167,25 @@ def _as_options(text: str) -> str:
     return text
 
 
-def _choice(model: Transformer | list[Profile], args: argparse.Namespace, how: dict[str, Any]) -> tuple[Choice | None, str]:
-    """Return the fastest plan of all numbers of stages, or why there is none."""
+def _given(function: Callable[..., Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of a function that options of the same names give."""
+    return {name: value for name, value in vars(args).items() if name in signature(function).parameters}
+
+
+def _choice(args: argparse.Namespace, same: dict[str, Any], aside: dict[str, Any]) -> tuple[Choice | None, str]:
+    """Return the fastest plan of all numbers of stages, or why there is none; advice has the same arguments and options, too."""
     if args.layers_by_stage is not None:
         return None, "No plan is chosen, because --layers-by-stage says where to cut: leave it out, and the cut is chosen, too."
-    stages = stages_of(args.stages, len(model) if isinstance(model, list) else 0)
+    stages = stages_of(args.stages, len(same["model"]) if isinstance(same["model"], list) else 0)
     found, refusal = [], ""
     for p, batch in batches_of(args.batch, stages, args.tensor_parallel, args.num_devices).items():
         with sign_of_life(f"Choosing for {p} ranks") as progress:
-            wishes = {name: getattr(args, name) for name in ("schedules", "stages_per_rank", "by", "host", "effort", "cache")}
-            slices = (1, args.slices) if args.slices > 1 else (1,)
+            options = Options(**aside, host=args.host, effort=args.effort, progress=progress)
+            own = {"batch": batch, "num_ranks": p, "slices": sorted({1, args.slices}), "options": options}
             try:
-                found.append(choose_plan(model, batch=batch, num_ranks=p, slices=slices, progress=progress, **wishes, **how))
+                found.append(choose_plan(**_given(choose_plan, args) | same | own))
             except BudgetError as error:
-                refusal = f"No plan fits: {error}"
+                refusal = _as_options(f"No plan fits: {error}")
     return min(found, key=lambda one: one.step_s, default=None), refusal
 
 

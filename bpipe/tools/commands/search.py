@@ -22,6 +22,7 @@ from bpipe.tools.arguments import add_plan, costs_of, plan_of, whole
 from bpipe.tools.balancing import LOWEST, sizes_of
 from bpipe.tools.quantities import show_seconds
 from bpipe.tools.terminal import Result, sign_of_life, table
+from bpipe.whole_file import write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,16 +55,16 @@ def run(args: argparse.Namespace) -> Result:
     if best is not None:
         verify(best.plan)
         if args.out is not None:
-            args.out.write_text(best.plan.to_text(), encoding="utf-8")
+            write_whole(args.out, best.plan.to_text())
             written = [f"wrote {args.out}: FromPlan(stages, Plan.from_text(...)) runs it"]
     data = [_data(one, families) for one in _worth_showing(found)]
     return Result(data=data, shown=lambda: [_shown(data), *written], exit_code=0 if best is not None else 1)
 
 
 def _refuse(args: argparse.Namespace) -> None:
-    if args.slots is not None or args.inside or args.overlapped:
+    if args.slots is not None or args.overlapped:
         raise ConfigurationError(
-            "search keeps a budget in bytes, of whole computations one by one: leave --slots, --inside and --overlapped out"
+            "search keeps a budget in bytes, of whole computations one by one: leave --slots and --overlapped out"
         )
     if args.budget == LOWEST:
         raise ConfigurationError("search keeps a budget and makes the step short: give --budget in bytes")

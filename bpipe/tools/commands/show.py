@@ -16,7 +16,7 @@ from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.outcome import unbalanced_peaks
 from bpipe.plan.grid import head, num_fitting, rows
 from bpipe.schedules import Plan
-from bpipe.tools.arguments import add_plan, costs_given, costs_of, plan_of, within_budget
+from bpipe.tools.arguments import COSTS, add_plan, costs_of, given_of, plan_of, within_budget
 from bpipe.tools.balancing import balance_notes
 from bpipe.tools.summary import peak_bytes_of, slots_note, unknown_of
 from bpipe.tools.terminal import Result, console
@@ -31,7 +31,7 @@ EXAMPLES = """examples:
   bpipe show interleaved_1f1b -p 4 -m 8 -v 3
   bpipe show seq_1f1b -p 4 -m 4 --slices 4
   bpipe show balanced_1f1b -p 64 -m 1024 --from 500
-  bpipe show 1f1b -p 4 -m 8 --saved 3GiB,2GiB,2GiB,5GiB --budget lowest --parts 4 --inside
+  bpipe show 1f1b -p 4 -m 8 --saved 3GiB,2GiB,2GiB,5GiB --budget lowest --parts 4
   bpipe show plan.txt --json"""
 
 STYLES = {
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> Result:
     plan = plan_of(args.schedule, args)
     if args.budget is not None:
         plan = within_budget(plan, costs_of(args, plan), args)
-    elif given := costs_given(args):
+    elif given := given_of(args, COSTS):
         raise ConfigurationError(f"{', '.join(given)}: a grid shows costs only with --budget; `bpipe simulate` shows them")
     return Result(data=_data(plan) if args.json else None, shown=lambda: _shown(plan, args))
 

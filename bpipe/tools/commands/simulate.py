@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bpipe.errors import ConfigurationError
 from bpipe.simulator.gaps import fill_gaps
-from bpipe.tools.arguments import add_plan, single, timeline_of
+from bpipe.tools.arguments import add_each, add_plan, timeline_of
 from bpipe.tools.balancing import balance_notes
 from bpipe.tools.output import check_out, write
 from bpipe.tools.quantities import bytes_of, seconds_of
@@ -28,11 +28,12 @@ EXAMPLES = """examples:
 def add(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
     group = parser.add_argument_group("fill job", "work while a rank waits (docs/fill.md): what of it fits")
-    group.add_argument("--fill", type=single(seconds_of), metavar="TIME", help="of a piece, such as 5ms")
-    group.add_argument("--fill-bytes", type=single(bytes_of), metavar="BYTES", help="of it, and what the job keeps (default: 0)")
-    group.add_argument(
-        "--fill-budget", type=single(bytes_of), metavar="BYTES", help="of a rank's device (default: the plan's, or the rank's peak)"
+    fill = (
+        ("--fill", seconds_of, "of a piece, such as 5ms", "TIME"),
+        ("--fill-bytes", bytes_of, "of it, and what the job keeps (default: 0)", "BYTES"),
+        ("--fill-budget", bytes_of, "of a rank's device (default: the plan's, or the rank's peak)", "BYTES"),
     )
+    add_each(group, fill)
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write it too: .png, .svg, .html, or .json for Perfetto")
 
 

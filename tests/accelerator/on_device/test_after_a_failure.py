@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from tests.accelerator.device import simulator, unordered
 from tests.accelerator.work import failing_as_rank, failing_in_loopback, lends
 from tests.ranks import run_ranks
-from tests.thinned import thinned
 
 RANKS = 4
 NAMES = ("balanced_1f1b", "parts", "host")
 PLACES = ("forward", "backward")
 
 
-def usual(name: str, where: str) -> bool:
-    return (name, where) in (("balanced_1f1b", "backward"), ("host", "forward"))
-
-
-@pytest.mark.parametrize(("name", "where"), thinned(product(NAMES, PLACES), usual))
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("name", NAMES)
 def test_in_the_loopback(name: str, where: str, one_thread: None) -> None:
     simulator.configure(True, 0, 0.0, 0)
     simulator.clear_reports()
@@ -38,7 +32,8 @@ def in_processes(rank: int, name: str, where: str, nccl: bool, copies: bool = Fa
 
 
 @pytest.mark.parametrize("nccl", [True, False], ids=["nccl", "gloo through pinned memory"])
-@pytest.mark.parametrize(("name", "where"), thinned(product(NAMES, PLACES), usual))
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("name", NAMES)
 def test_in_processes(name: str, where: str, nccl: bool) -> None:
     assert run_ranks(in_processes, RANKS, name, where, nccl) == [[]] * RANKS
 

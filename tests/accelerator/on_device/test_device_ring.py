@@ -25,8 +25,8 @@ from bpipe.errors import CommError, RankFailedError, RankLostError, TransferTime
 from bpipe.memory.shared_file import Lent, SharedFile
 from tests.accelerator.device import KIND, MODULE, reports, simulator, unordered
 from tests.accelerator.work import StruckError, as_rank, batch_of, linked, modules_of, results_of
+from tests.patience import PATIENCE_S, too_late, until
 from tests.ranks import run_ranks
-from tests.thinned import thinned
 
 RANKS, MICROBATCHES = 4, 8
 DEVICE = torch.device(KIND, 0)
@@ -64,10 +64,7 @@ def trained(rank: int, name: str, queues: int, device: str) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "queues"),
-    thinned(
-        [(name, queues) for name in ("1f1b", "balanced_1f1b", "parts", "zbv", "interleaved", "chimera") for queues in (0, 1)],
-        lambda *one: one in (("1f1b", 0), ("parts", 1)),
-    ),
+    [(name, queues) for name in ("1f1b", "balanced_1f1b", "parts", "zbv", "interleaved", "chimera") for queues in (0, 1)],
 )
 def test_a_step_is_the_same(name: str, queues: int) -> None:
     expected = run_ranks(trained, RANKS, name, queues, "cpu")
@@ -78,7 +75,7 @@ def test_a_step_is_the_same(name: str, queues: int) -> None:
 
 def schedule_of(rank: int, module: nn.Module, **how: Any) -> bpipe.OneFOneB:
     stage = bpipe.PipelineStage(module.to(KIND), rank, RANKS, KIND)
-    return bpipe.OneFOneB(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss, **{"timeout_s": 2.0, **how})
+    return bpipe.OneFOneB(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss, options=bpipe.Options(**{"timeout_s": 2.0, **how}))
 
 
 def two_steps(schedule: bpipe.OneFOneB, x: torch.Tensor) -> None:
@@ -88,7 +85,7 @@ def two_steps(schedule: bpipe.OneFOneB, x: torch.Tensor) -> None:
 
 def left() -> list[str]:
     """The threads of rings that have not ended, once they had the time."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + PATIENCE_S
     while (found := [one.name for one in threading.enumerate() if one.name in OURS]) and time.monotonic() < until:
         time.sleep(0.01)
     return found
@@ -112,7 +109,8 @@ def struck(rank: int, strike: Callable[..., None], is_next_exact: bool) -> tuple
     store = dist.distributed_c10d._get_default_store()
     store.set(f"process {rank}", str(os.getpid()))
     module = modules_of(RANKS)[rank]
-    schedule, x = schedule_of(rank, module), batch_of(0, MICROBATCHES).to(KIND)
+    how = {} if strike is freezes else {"timeout_s": PATIENCE_S}
+    schedule, x = schedule_of(rank, module, **how), batch_of(0, MICROBATCHES).to(KIND)
     schedule.step(x, target=x)
     if rank == 1:
         module.register_forward_pre_hook(strike)
@@ -138,15 +136,16 @@ def struck(rank: int, strike: Callable[..., None], is_next_exact: bool) -> tuple
     return error, seconds, left(), unordered()
 
 
-@pytest.mark.parametrize("strike", thinned([raises, ends, freezes], lambda strike: strike is ends))
-def test_all_ranks_raise_in_time(strike: Callable[..., None]) -> None:
+@pytest.mark.parametrize("strike", [raises, ends, freezes])
+def test_all_ranks_raise(strike: Callable[..., None]) -> None:
     found = run_ranks(struck, RANKS, strike, strike is raises, expect_errors=True)
     for rank, one in enumerate(found):
         if rank == 1 and strike is not raises:
             assert "died without a word" in str(one)
             continue
         _, seconds, threads, reported = one
-        assert seconds < 6 and not threads and not reported
+        assert seconds < PATIENCE_S, too_late("an error")
+        assert not threads and not reported
 
 
 def ring_of(rank: int) -> tuple[DeviceRing, LocalLink]:
@@ -203,7 +202,9 @@ def waited(rank: int, waits: int) -> list[bool]:
     if rank != waits:
         link.hear()
     works = [posted(ring, rank, [torch.full((64,), i, dtype=torch.uint8, device=DEVICE)]) for i in range(NUM_CHUNKS + 1)]
-    time.sleep(0.3)  # whatever does not wait is done by then
+    if (rank, waits) == (0, 0):
+        until(lambda: all(work.is_completed() for work in works[:NUM_CHUNKS]), "chunks that are empty are filled")
+    time.sleep(0.3)  # for what should wait, and might not
     done = [work.is_completed() for work in works]
     if rank == waits:
         link.say("go on")
@@ -261,7 +262,6 @@ def refusing(rank: int, variable: str, value: str, missing: str) -> tuple[bool, 
     return all(map(torch.equal, results_of([module]), results_of([whole[rank]]))), kinds, said
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("variable", "value", "missing"), REFUSALS)
 def test_one_rank_that_does_not_copy(variable: str, value: str, missing: str) -> None:
     found = run_ranks(refusing, RANKS, variable, value, missing)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,10 +11,8 @@ import torch
 from tests.accelerator.device import KIND, reports, simulator
 from tests.accelerator.work import RULES, as_rank, in_loopback
 from tests.ranks import run_ranks
-from tests.thinned import thinned
 
 EVICTING = ("balanced_1f1b", "bytes", "parts", "host")
-USUAL = ("balanced_1f1b", "parts", "recompute")
 MOST_DELAY_US, DELAYED = 1000, 0.2
 
 
@@ -32,7 +29,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", thinned(RULES, USUAL.__contains__))
+@pytest.mark.parametrize("name", RULES)
 def test_loopback(name: str) -> None:
     on_device, on_cpu = in_loopback(name, KIND), in_loopback(name, "cpu")
     assert_same(on_device, on_cpu)
@@ -52,13 +49,8 @@ def on_cpu(rank: int, name: str, num_ranks: int) -> Any:
     return as_rank(rank, name, "cpu", num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize(
-    ("name", "nccl"),
-    thinned(
-        product((*EVICTING, "chimera", "bitpipe_zb"), (True, False)),
-        lambda name, nccl: (name, nccl) in (("parts", False), ("chimera", True)),
-    ),
-)
+@pytest.mark.parametrize("nccl", [True, False])
+@pytest.mark.parametrize("name", [*EVICTING, "chimera", "bitpipe_zb"])
 def test_four_processes(name: str, nccl: bool) -> None:
     expected = run_ranks(on_cpu, 4, name, 4)
     for (found, reported), same in zip(run_ranks(on_device, 4, name, nccl, 4), expected):

@@ -21,8 +21,8 @@ import bpipe
 from bpipe.errors import PipelineBrokenError, RankFailedError, RankLostError, TransferTimeoutError
 from tests.accelerator.device import KIND, MODULE, simulator, unordered
 from tests.accelerator.work import batch_of, modules_of, results_of
+from tests.patience import PATIENCE_S, too_late, until
 from tests.ranks import run_ranks
-from tests.thinned import thinned
 
 RANKS, MICROBATCHES, STRUCK = 4, 8, 1  # the rank where it happens, in its second step
 TIMEOUT_S = 2.0
@@ -30,7 +30,9 @@ TIMEOUT_S = 2.0
 
 def schedule_of(rank: int, module: nn.Module, **how: Any) -> bpipe.BalancedOneFOneB:
     stage = bpipe.PipelineStage(module.to(KIND), rank, RANKS, KIND)
-    return bpipe.BalancedOneFOneB(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss, **{"timeout_s": TIMEOUT_S, **how})
+    return bpipe.BalancedOneFOneB(
+        stage, MICROBATCHES, loss_fn=nn.functional.mse_loss, options=bpipe.Options(**{"timeout_s": TIMEOUT_S, **how})
+    )
 
 
 def step_of(schedule: bpipe.BalancedOneFOneB, step: int) -> None:
@@ -66,7 +68,7 @@ def struck(rank: int, strike: Callable[..., None], where: str) -> tuple[type[Bas
     starts(rank)
     store = dist.distributed_c10d._get_default_store()
     store.set(f"process {rank}", str(os.getpid()))
-    schedule = schedule_of(rank, modules_of(RANKS)[rank])
+    schedule = schedule_of(rank, modules_of(RANKS)[rank], timeout_s=TIMEOUT_S if strike is freezes else PATIENCE_S)
     if rank == STRUCK and where == "connecting":
         type(schedule.session.context.transport._communicators).connect = strike  # type: ignore[attr-defined]
     began = time.monotonic()
@@ -146,7 +148,6 @@ def interrupted_while_posting(rank: int, every: int) -> tuple[int, list[str]]:
     return num_interrupted, unordered()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("every", [41, 11])
 def test_ctrl_c_while_a_transfer_is_posted(every: int, one_thread: None) -> None:
@@ -167,8 +168,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", thinned(FAULTS, lambda fault: "killed" in fault))
-def test_all_ranks_raise_in_time(fault: str, one_thread: None) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_ranks_raise(fault: str, one_thread: None) -> None:
     strike, where, own, others = FAULTS[fault]
     for rank, found in enumerate(run_ranks(struck, RANKS, strike, where, expect_errors=True)):
         if rank == STRUCK and own is None:
@@ -176,7 +177,7 @@ def test_all_ranks_raise_in_time(fault: str, one_thread: None) -> None:
             continue
         error, seconds, works_again = found
         assert issubclass(error, own if rank == STRUCK else others)
-        assert seconds < 2 + TIMEOUT_S * (strike is freezes)
+        assert seconds < PATIENCE_S, too_late("an error")
         assert works_again == (own is not None)
 
 
@@ -201,7 +202,7 @@ def beside_a_stuck_device(rank: int) -> tuple[float, list[str]]:
 
 def test_closing_waits_for_no_device_for_ever(one_thread: None) -> None:
     for seconds, said in run_ranks(beside_a_stuck_device, RANKS):
-        assert seconds < TIMEOUT_S + 2
+        assert seconds < PATIENCE_S, too_late("the end of close()")
         assert said == [] or "transfers that never completed" in said[0]
 
 
@@ -230,16 +231,20 @@ def behind_a_stuck_device(rank: int) -> tuple[float, str, bool]:
 
 
 def test_a_device_that_waits_too_long_is_told_of(one_thread: None) -> None:
-    for rank, (seconds, why, works_again) in enumerate(run_ranks(behind_a_stuck_device, RANKS)):
-        assert seconds < TIMEOUT_S + 2 or rank == STRUCK
-        assert "has waited 2." in why and "timeout_s=2" in why
+    for seconds, why, works_again in run_ranks(behind_a_stuck_device, RANKS):
+        assert seconds < PATIENCE_S, too_late("the end of a device's wait")
+        assert "has waited " in why and "timeout_s=2" in why
         assert works_again
 
 
 def behind_a_slow_device(rank: int) -> list[str]:
     """One rank: what is said while one's device stands for two seconds, and all hosts have gone on."""
     starts(rank)
-    schedule, gate, said = schedule_of(rank, modules_of(RANKS)[rank], timeout_s=30.0, slow_s=0.3), threading.Event(), []
+    schedule, gate, said = (
+        schedule_of(rank, modules_of(RANKS)[rank], timeout_s=30.0, slow_s=0.3),
+        threading.Event(),
+        [],
+    )
     x = batch_of(0, MICROBATCHES).to(KIND)
     schedule.eval(x)
     MODULE.synchronize()
@@ -249,7 +254,8 @@ def behind_a_slow_device(rank: int) -> list[str]:
         if rank == STRUCK:
             simulator.enqueue(MODULE.current_stream().stream_id, "stuck", [], [], lambda _: gate.wait())
         schedule.eval(x)
-        time.sleep(2)
+        until(lambda: rank == STRUCK or said, "a device that waits long is told of")
+        time.sleep(1)  # and not told of again
         dist.barrier()
         gate.set()
         MODULE.synchronize()
@@ -257,7 +263,6 @@ def behind_a_slow_device(rank: int) -> list[str]:
     return [text for text in said if text.startswith("the device of")]  # and no grid, if ranks met slowly
 
 
-@pytest.mark.exhaustive
 def test_a_device_that_waits_long_is_told_of_where_no_host_waits(one_thread: None) -> None:
     for rank, said in enumerate(run_ranks(behind_a_slow_device, RANKS)):
         expected = f"the device of rank {rank} has waited "

@@ -1,4 +1,4 @@
-"""The fault suite on the device: each fault ends on every rank as it does on CPU, in the same time, without a race.
+"""The fault suite on the device: each fault ends on every rank as it does on CPU, without a race.
 
 Messages between stages travel over the simulated NCCL in one half of the cases, and by copies from device to device in the other.
 """
@@ -13,7 +13,6 @@ from tests.faults.case import Case
 from tests.faults.cases import GROUPS
 from tests.faults.checks import check
 from tests.faults.harness import Companies
-from tests.thinned import thinned
 
 # What works on CPU and looks like trouble: its modules are those of tests/models, and test_equality.py is the device's.
 WORKS = "What looks like a fault and works"
@@ -21,7 +20,6 @@ WORKS = "What looks like a fault and works"
 SAYS_ELSE = {"SIGSTOP of the store's host, in a step", "Ctrl-C while the backward of a pair runs in its thread"}
 FAULTS = [case for name, group in GROUPS.items() if name != WORKS for case in group if case.name not in SAYS_ELSE]
 CASES = {case.name: case for case in FAULTS[::3]}  # the others run on CPU alone
-EVERY = 4  # of which one runs in `make test`
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +30,7 @@ def companies() -> Iterator[list[Companies]]:
         one.kill()
 
 
-@pytest.mark.parametrize("name", thinned(list(CASES), lambda name: list(CASES).index(name) % EVERY == 0))
+@pytest.mark.parametrize("name", CASES)
 def test_case(name: str, companies: list[Companies], one_thread: None) -> None:
     case: Case = CASES[name]
     check(case, companies[list(CASES).index(name) % len(companies)].play(case))

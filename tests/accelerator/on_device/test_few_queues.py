@@ -16,7 +16,6 @@ from tests.accelerator.on_device.test_equality import DELAYED, MOST_DELAY_US, as
 from tests.accelerator.on_device.test_own_process import in_own_process
 from tests.accelerator.work import as_rank, in_loopback, lends
 from tests.ranks import RankError, run_ranks
-from tests.thinned import thinned
 
 STUCK_S = 12.0  # for what takes two
 TRIES = 6  # to stand still: a busy host may post each transfer only after the one before has ended
@@ -63,11 +62,7 @@ def on_device(
     return as_rank(rank, name, KIND, num_ranks=num_ranks, **how), reports()
 
 
-def usual(name: str, num_ranks: int, queues: int, kernels: int) -> bool:
-    return (name, queues) in (("balanced_1f1b", 2), ("chimera", 1))
-
-
-@pytest.mark.parametrize(("name", "num_ranks", "queues", "kernels"), thinned(CASES, usual))
+@pytest.mark.parametrize(("name", "num_ranks", "queues", "kernels"), CASES)
 def test_over_nccl(name: str, num_ranks: int, queues: int, kernels: int, one_thread: None) -> None:
     found = run_ranks(partial(on_device, nccl=True), num_ranks, name, num_ranks, queues, kernels)
     for (results, reported), expected in zip(found, run_ranks(on_cpu, num_ranks, name, num_ranks)):
@@ -75,14 +70,12 @@ def test_over_nccl(name: str, num_ranks: int, queues: int, kernels: int, one_thr
         assert not reported
 
 
-@pytest.mark.exhaustive
 def test_over_nccl_the_order_of_issue_is_what_it_takes() -> None:
     as_before = partial(on_device, nccl=True, in_turn=False, at_once=ANY)  # which is safe in the order of issue alone
     run_ranks(as_before, 4, "balanced_1f1b", 4, 0, 0)
     assert stands_still(as_before, queues=1, kernels=0)
 
 
-@pytest.mark.exhaustive
 def test_over_nccl_more_in_flight_than_have_room_stand_still() -> None:
     assert stands_still(partial(on_device, nccl=True, at_once=ANY), queues=8, kernels=1)
 
@@ -99,8 +92,7 @@ def stands_still(ranks: Callable[..., Any], queues: int, kernels: int) -> bool:
     return False
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", thinned(["balanced_1f1b", "parts"], lambda name: name == "parts"))
+@pytest.mark.parametrize("name", ["balanced_1f1b", "parts"])
 def test_over_gloo(name: str, one_thread: None) -> None:
     found = run_ranks(partial(on_device, nccl=False), 4, name, 4, 1, 0)
     for (results, reported), expected in zip(found, run_ranks(on_cpu, 4, name, 4)):
@@ -115,6 +107,5 @@ def in_loopback_with_one_queue() -> tuple[bool, list[str]]:
     return all(map(torch.equal, found, expected)), reports()
 
 
-@pytest.mark.exhaustive
 def test_in_the_loopback() -> None:
     assert in_own_process(in_loopback_with_one_queue) == (True, [])

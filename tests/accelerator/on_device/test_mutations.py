@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from typing import Any
+from operator import attrgetter
 
 import pytest
 
@@ -13,6 +13,8 @@ from tests.accelerator.device import KIND, reports, simulator
 from tests.accelerator.mutations import BY_COPIES, IN_LOOPBACK, INTO_LENT_MEMORY, OVER_GLOO, OVER_NCCL, Mutation
 from tests.ranks import run_ranks
 from tests.tries import holds_in_one_try
+
+name_of = attrgetter("name")
 
 
 def in_loopback(rank: int, mutation: Mutation) -> list[str]:
@@ -44,12 +46,6 @@ def over(rank: int, mutation: Mutation, nccl: bool, copies: bool = False) -> lis
     return reports()
 
 
-def some_of(mutations: Sequence[Mutation]) -> list[Any]:
-    """Every eighth mutation; the others are exhaustive."""
-    marks = [() if index % 8 == 0 else pytest.mark.exhaustive for index in range(len(mutations))]
-    return [pytest.param(one, id=one.name, marks=mark) for one, mark in zip(mutations, marks)]
-
-
 def check(mutation: Mutation, run: Callable[..., list[str]], num_ranks: int, *args: object) -> None:
     """Some rank's checker finds a missing order, which a kernel that failed does not show; none does where nothing is missing.
 
@@ -66,29 +62,29 @@ def check(mutation: Mutation, run: Callable[..., list[str]], num_ranks: int, *ar
         holds_in_one_try(found, bool)
 
 
-@pytest.mark.parametrize("mutation", some_of(IN_LOOPBACK))
+@pytest.mark.parametrize("mutation", IN_LOOPBACK, ids=name_of)
 def test_in_the_loopback(mutation: Mutation) -> None:
     check(mutation, in_loopback, 1)
 
 
-@pytest.mark.parametrize("mutation", some_of(OVER_GLOO))
+@pytest.mark.parametrize("mutation", OVER_GLOO, ids=name_of)
 def test_over_gloo(mutation: Mutation) -> None:
     check(mutation, over, 4, False)
 
 
-@pytest.mark.parametrize("mutation", some_of(OVER_NCCL))
+@pytest.mark.parametrize("mutation", OVER_NCCL, ids=name_of)
 def test_over_nccl(mutation: Mutation) -> None:
     check(mutation, over, 4, True)
 
 
 @pytest.mark.skipif(KIND != "cuda", reason="only CUDA's memory is lent")
-@pytest.mark.parametrize("nccl", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("mutation", some_of(INTO_LENT_MEMORY))
+@pytest.mark.parametrize("nccl", [True, False])
+@pytest.mark.parametrize("mutation", INTO_LENT_MEMORY, ids=name_of)
 def test_into_lent_memory(mutation: Mutation, nccl: bool) -> None:
     check(mutation, over, 4, nccl)
 
 
 @pytest.mark.skipif(KIND != "cuda", reason="only CUDA's devices copy messages to each other")
-@pytest.mark.parametrize("mutation", some_of(BY_COPIES))
+@pytest.mark.parametrize("mutation", BY_COPIES, ids=name_of)
 def test_by_copies(mutation: Mutation) -> None:
     check(mutation, over, 4, True, True)

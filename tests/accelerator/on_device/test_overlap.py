@@ -14,7 +14,6 @@ from bpipe.overlap import TwoThreads, yield_here
 from tests.accelerator.device import KIND, reports, simulator
 from tests.accelerator.work import batch_of, results_of
 from tests.ranks import run_ranks
-from tests.thinned import thinned
 
 RANKS, MICROBATCHES, STEPS = 2, 4, 2
 
@@ -55,7 +54,9 @@ def trained(rank: int, device: str, nccl: bool) -> tuple[list[torch.Tensor], int
     torch.manual_seed(rank)
     modules = [nn.Sequential(Summed(), Changing(), Changing()).to(device) for _ in range(2)]
     stages = [bpipe.PipelineStage(one, number, 2 * RANKS, device) for number, one in zip((rank, 2 * RANKS - 1 - rank), modules)]
-    schedule = bpipe.DualPipeV(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss, overlapped=True, timeout_s=60)
+    schedule = bpipe.DualPipeV(
+        stages, MICROBATCHES, loss_fn=nn.functional.mse_loss, overlapped=True, options=bpipe.Options(timeout_s=60)
+    )
     pairs, threads = [0], TwoThreads()
 
     def counted(forward: Any, backward: Any) -> None:
@@ -73,7 +74,7 @@ def trained(rank: int, device: str, nccl: bool) -> tuple[list[torch.Tensor], int
     return results, pairs[0], reports() if device != "cpu" else []
 
 
-@pytest.mark.parametrize("nccl", thinned([True, False], lambda one: one))
+@pytest.mark.parametrize("nccl", [True, False])
 def test_pairs_on_a_stream(nccl: bool) -> None:
     expected = run_ranks(trained, RANKS, "cpu", nccl)
     for (results, num_pairs, reported), (same, *_) in zip(run_ranks(trained, RANKS, KIND, nccl), expected):

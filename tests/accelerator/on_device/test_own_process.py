@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tests.accelerator.device import KIND, MODULE, reports, simulator
+from tests.patience import PATIENCE_S
 
 SIZE = 1024
 
@@ -21,7 +22,7 @@ def in_own_process(function: Callable[[], Any]) -> Any:
     device = "tests.accelerator.device"  # is there before torch, which this module imports
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, initializer=importlib.import_module, initargs=(device,)) as pool:
-        return pool.submit(function).result(timeout=60)
+        return pool.submit(function).result(timeout=200)
 
 
 def across_devices() -> tuple[float, list[str]]:
@@ -64,4 +65,4 @@ def test_streams_of_one_hardware_queue_hold_each_other_up() -> None:
 
 
 def test_streams_with_queues_of_their_own_do_not() -> None:
-    assert not is_held_up(30)
+    assert not is_held_up(PATIENCE_S)

@@ -31,9 +31,8 @@ def there(rank: int, name: str, nccl: bool) -> Any:
     return as_rank(rank, name, THERE, num_ranks=RANKS), used_on_the_first(), reports()
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("nccl", [True, False], ids=["nccl", "gloo through pinned memory"])
-@pytest.mark.parametrize("name", [pytest.param("balanced_1f1b", marks=pytest.mark.exhaustive), "host"])
+@pytest.mark.parametrize("name", ["balanced_1f1b", "host"])
 def test_in_processes(name: str, nccl: bool) -> None:
     expected = run_ranks(on_cpu, RANKS, name, RANKS)
     for (found, used, reported), same in zip(run_ranks(there, RANKS, name, nccl), expected):
@@ -48,6 +47,5 @@ def in_the_loopback() -> tuple[bool, dict[str, int], list[str]]:
     return all(map(torch.equal, found, expected)), used_on_the_first(), reports()
 
 
-@pytest.mark.exhaustive
 def test_in_the_loopback() -> None:
     assert in_own_process(in_the_loopback) == (True, UNUSED, [])

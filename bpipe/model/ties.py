@@ -1,0 +1,172 @@
+"""Weights that several stages of a cut model share: where these are different processes, each of them trains its own copy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bpipe.errors import ConfigurationError
+from bpipe.memory.saved.spans import Span, is_plain
+from bpipe.torch_private.owners_and_versions import address_of
+
+__all__: list[str] = []
+
+MARK = "_bpipe_ties"  # the attribute of a module that was cut from a model some of whose stages share weights
+SUMS = "_bpipe_sums"  # the attribute of a weight whose gradients `TiedWeights` sum
+STATISTICS = "running_mean"  # the buffer of a module that its forward changes in place, as BatchNorm's
+Tie = Mapping[int, Sequence[str]]  # by stage, the names of one weight
+Trained = Callable[[Sequence[nn.Module], Iterable[Any]], Sequence[torch.Tensor]]  # the parameters that train in place of others
+
+
+class Ties(NamedTuple):
+    """What a stage's module shares with other stages of the model that it was cut from."""
+
+    stage: int
+    shared: list[Tie]
+
+
+class _Held(NamedTuple):
+    """A tensor of a stage's: its memory, and its name there."""
+
+    span: Span
+    stage: int
+    name: str
+
+
+def mark_ties(parts: Sequence[Any], shared: Sequence[Tie] | None = None) -> None:
+    """Mark the stages of a model that share weights.
+
+    Args:
+        parts: all stages, in order.
+        shared: what they share; default: the parameters, and statistics of norms, that are the same tensor or share memory.
+    """
+    shared = list(shared_by(parts) if shared is None else shared)
+    for stage, part in enumerate(parts):
+        if own := [tie for tie in shared if stage in tie]:
+            setattr(part, MARK, Ties(stage, own))
+
+
+def shared_by(parts: Sequence[nn.Module]) -> Iterator[Tie]:
+    """Yield the parameters, and statistics of norms, that are one tensor of several stages, or share memory."""
+    found = sorted(_held_by(parts), key=lambda one: (one.span.storage, one.span.begin, one.stage, one.name))
+    near: list[_Held] = []
+    for held in found:
+        if near and (held.span.storage != near[0].span.storage or held.span.begin >= max(one.span.end for one in near)):
+            yield from _ties_among(near)
+            near = []
+        near.append(held)
+    yield from _ties_among(near)
+
+
+def _held_by(parts: Sequence[nn.Module]) -> Iterator[_Held]:
+    for stage, part in enumerate(parts):
+        buffers = part.named_buffers(remove_duplicate=False)
+        statistics = [(name, one) for name, one in buffers if name.rpartition(".")[2] == STATISTICS]
+        for name, tensor in (*part.named_parameters(remove_duplicate=False), *statistics):
+            yield _Held(Span(tensor), stage, name)
+
+
+def _ties_among(near: Sequence[_Held]) -> Iterator[Tie]:
+    """Yield the ties among tensors that lie around each other, as some columns of a matrix do around others."""
+    groups: list[list[_Held]] = []
+    for held in near:
+        met = [group for group in groups if any(held.span.overlaps(one.span) for one in group)]
+        groups = [*(group for group in groups if group not in met), [*(one for group in met for one in group), held]]
+    for group in groups:
+        tie: dict[int, list[str]] = {}
+        for one in group:
+            tie.setdefault(one.stage, []).append(one.name)
+        if len(tie) > 1:
+            yield tie
+
+
+def check_ties(modules: Mapping[int, nn.Module], trained: Trained, *, are_alone: bool, are_summed: bool = True) -> None:
+    """Raise if a weight is tied to a stage of another process, and nothing sums the gradients of its copies.
+
+    Args:
+        modules: of this rank's stages, or of all in a `Loopback`, by their number in the pipeline.
+        trained: finds the sharded parameters for those that are gathered.
+        are_alone: whether the other stages are in other processes; if not, all must have the very same weight.
+        are_summed: whether the gradients of copies can be summed before an optimizer steps.
+
+    Raises:
+        ConfigurationError: each process, or each stage, would train a copy of its own.
+    """
+    for number, module in modules.items():
+        ties, cut = _ties_of(module)
+        for tie in () if ties is None else ties.shared:
+            assert ties is not None and cut is not None
+            begin = number - ties.stage  # of the model among the stages: there may be one for each direction, or replica
+            here = {begin + stage: tie[stage] for stage in tie if begin + stage in modules}
+            elsewhere = [stage for stage in tie if begin + stage not in modules]
+            own = [one for name in tie[ties.stage] for one in _named(cut, name) if _is_trained(cut, name, one)]
+            is_apart = bool(elsewhere) and are_alone
+            if is_apart and own and not are_summed:
+                raise ConfigurationError(
+                    f"{tie[ties.stage][0]!r} of stage {ties.stage} is one tensor of several stages of the model that was cut, and "
+                    "an optimizer that steps by itself would train each process's copy apart: put these stages on one rank, or "
+                    "leave optimizer= out, sum by bpipe.TiedWeights, and step yourself"
+                )
+            is_apart = is_apart and not all(map(_is_summed, trained(list(cut.modules()), own)))
+            if is_apart or not _are_one(own, here, modules):
+                raise ConfigurationError(_refusal(tie, ties.stage, elsewhere, is_weight=any(one.requires_grad for one in own)))
+
+
+def _refusal(tie: Tie, stage: int, elsewhere: Sequence[int], *, is_weight: bool) -> str:
+    name, first = tie[stage][0], tie[min(tie)][0]
+    holders = ", ".join(f"stage {one} as {names[0]!r}" for one, names in sorted(tie.items()))
+    what = f"{name!r} of stage {stage} is one tensor of several stages of the model that was cut ({holders})"
+    if not is_weight:
+        return f"{what}, and its statistics would be each stage's own: give each stage a norm of its own, or put them on one rank"
+    if not elsewhere:
+        return f"{what}, and these stages, in one process, have copies of it now: let their modules have the same parameter again"
+    return (
+        f"{what}, and each process would train a copy of its own. Make tied = bpipe.TiedWeights({{{first!r}: the parameter, or "
+        "None where a rank has none}) on all ranks before the first step, keep it, and call tied.broadcast() once and "
+        "tied.sum_grads() before each optimizer.step() (sum_grads is yours to leave out if you sum them otherwise); or put these "
+        "stages on one rank"
+    )
+
+
+def _ties_of(module: nn.Module) -> tuple[Ties | None, nn.Module | None]:
+    """Return the ties of a stage's module, and the module that has them: it, or what is inside of wrappers such as DDP."""
+    children = list(module.children())
+    inner = next((one for one in children if MARK in vars(one)), None)
+    if inner is None and MARK in vars(module):
+        return vars(module)[MARK], module
+    inner = children[0] if inner is None and len(children) == 1 else inner
+    return (None, None) if inner is None else _ties_of(inner)
+
+
+def _named(module: nn.Module, name: str) -> Sequence[torch.Tensor]:
+    """Return the parameter or buffer with this name; nothing if the user has taken it out since."""
+    owner, _, entry = name.rpartition(".")
+    try:
+        tensor = getattr(module.get_submodule(owner), entry, None)
+    except AttributeError:
+        return ()
+    return (tensor,) if isinstance(tensor, torch.Tensor) else ()
+
+
+def _is_trained(module: nn.Module, name: str, tensor: torch.Tensor) -> bool:
+    """Return whether training changes a tensor: a parameter that is not frozen, or statistics that are collected."""
+    return tensor.requires_grad or (name.endswith(STATISTICS) and module.get_submodule(name.rpartition(".")[0]).training)
+
+
+def _is_summed(weight: torch.Tensor) -> bool:
+    """Return whether a living `TiedWeights` has a weight."""
+    mark = getattr(weight, SUMS, None)
+    return getattr(mark, "weight", lambda: None)() is not None
+
+
+def _are_one(own: Sequence[torch.Tensor], here: Mapping[int, Sequence[str]], modules: Mapping[int, nn.Module]) -> bool:
+    """Return whether the stages of this rank still share a weight."""
+    found = [own]
+    for stage, names in here.items():
+        _, cut = _ties_of(modules[stage])
+        found.append([] if cut is None else [one for name in names for one in _named(cut, name)])
+    storages = [{address_of(one.untyped_storage()) for one in tensors if is_plain(one)} for tensors in found]
+    return all(not one or not storages[0] or one & storages[0] for one in storages)
