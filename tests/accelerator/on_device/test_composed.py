@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bpipe.errors import BPipeError
 from tests.accelerator import mutations
 from tests.accelerator.composed import REPLICAS, SCHEDULES, P, train
 from tests.accelerator.device import reports, simulator
@@ -63,7 +62,7 @@ def without_waiting(rank: int) -> list[str]:
     """FSDP2, where a wait for a collective does nothing."""
     install(rank)
     dist.Work.wait = lambda *_: True  # type: ignore[method-assign]
-    with suppress(BPipeError):  # which is what may come of it
+    with suppress(Exception):  # whatever comes of numbers that had not arrived, such as a negative length
         train("fsdp", "breadth_first", "cuda", steps=1)
     return reports()
 
@@ -78,7 +77,8 @@ def with_a_bad_hook(rank: int) -> list[str]:
         done.set_result(bucket.buffer())
         return done
 
-    train("ddp", "1f1b", "cuda", steps=1, hook=hook)
+    with suppress(Exception):
+        train("ddp", "1f1b", "cuda", steps=1, hook=hook)
     return reports()
 
 
@@ -97,7 +97,8 @@ def mutated(rank: int, mutation: Mutation) -> list[str]:
     from tests.accelerator.composed import train
 
     install(rank)
-    train("fsdp", mutation.schedule, "cuda", steps=1)
+    with suppress(Exception):
+        train("fsdp", mutation.schedule, "cuda", steps=1)
     return reports()
 
 
