@@ -32,8 +32,9 @@ from functools import partial
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
+from bpipe.flow.flow import Flow, Message
 from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, WAIT_OF, Action, MicrobatchKey, Op
-from bpipe.plan.order import UNITS, UNKNOWN, Moments, clock_of
+from bpipe.plan.order import RESULT, UNITS, UNKNOWN, Moments, clock_of
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
@@ -48,18 +49,13 @@ class _Route(NamedTuple):
     wait: Op  # its completion
     part: int  # as in its action: of a message between stages that are no neighbours
     peer: int  # the rank at the other end
+    returns: bool  # whether a gradient comes back for it
     times: Sequence[int]  # by microbatch, when the computation at its other end begins; of skips, what `_arrived` returns
     early: Mapping[int, int] | None = None  # of a receive of skips: by microbatch, after how many computations it is waited for
 
 
-# The computation that makes or uses the message of a stage's transfer.
-COMPUTATION = {Op.SEND_F: Op.F, Op.RECV_F: Op.F, Op.SEND_B: Op.B, Op.RECV_B: Op.B}
-
 # Makes an action from its fields in half the time of `Action(...)`, because plans have millions of them.
 _action: Callable[[tuple[Op, int, int, int, int]], Action] = partial(tuple.__new__, Action)
-
-Routes = dict[tuple[object, ...], tuple[_Route, ...]]  # for each computation of each stage; if there are paths, of each microbatch
-
 
 def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None = None) -> Plan:
     """Insert sends and receives into a plan of computations, with or without evictions.
@@ -75,7 +71,7 @@ def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None =
     computed = [plan.compute(rank) for rank in range(plan.num_ranks)]
     starts, begins = times or clock_of(plan, computed)
     arrivals = _arrivals(plan, computed, starts, begins)
-    sent, received = (_routes(plan, begins, find, arrivals, starts) for find in (sent_by, received_by))
+    sent, received = (_Routes(plan, begins, arrivals, starts, is_sent=is_sent) for is_sent in (True, False))
     exchanges = _exchanges(plan, computed, starts)
     return replace(
         plan,
@@ -85,48 +81,50 @@ def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None =
 
 def sent_by(plan: Plan, action: Action) -> list[Action]:
     """Return the sends that follow a computation whose result goes to other ranks, in their order."""
-    if action.op is Op.F:
-        return _remote(plan, action, Op.SEND_F, +1, plan.routes.sent)
-    return _remote(plan, action, Op.SEND_B, -1, plan.routes.received) if action.op in BACKWARD and not plan.local else []
+    return [_transfer(action, message, is_sent=True) for message in _messages(plan.flow, action, is_sent=True)]
 
 
 def received_by(plan: Plan, action: Action) -> list[Action]:
     """Return the receives that a computation needs whose inputs come from other ranks."""
-    if action.op is Op.F:
-        return _remote(plan, action, Op.RECV_F, -1, plan.routes.received)
-    return _remote(plan, action, Op.RECV_B, +1, plan.routes.sent) if action.op in BACKWARD and not plan.local else []
+    return [_transfer(action, message, is_sent=False) for message in _messages(plan.flow, action, is_sent=False)]
 
 
-def _remote(plan: Plan, action: Action, op: Op, offset: int, skips: Mapping[int, Sequence[int]]) -> list[Action]:
-    stage, ranks, neighbour = action.stage, plan.stage_ranks, plan.neighbour(action.stage, offset, action.microbatch)
-    is_remote = neighbour is not None and ranks[neighbour] != ranks[stage]
-    found = [Action(op, stage, action.microbatch, peer=ranks[neighbour])] if neighbour is not None and is_remote else []
-    others = skips.get(stage, ())[:: -1 if action.op in BACKWARD else 1]  # what is used first is sent first
-    return found + [Action(op, stage, action.microbatch, other + 1, ranks[other]) for other in others]
+def _messages(flow: Flow, action: Action, *, is_sent: bool) -> tuple[Message, ...]:
+    op, stage, unit, *_ = action
+    return (flow.sent if is_sent else flow.received)(RESULT[op], stage, flow.turn_of(unit))
+
+
+def _transfer(action: Action, message: Message, *, is_sent: bool) -> Action:
+    forward, backward = (Op.SEND_F, Op.SEND_B) if is_sent else (Op.RECV_F, Op.RECV_B)
+    part = message.stage + 1 if message.is_aside else 0
+    return Action(backward if message.is_gradient else forward, action.stage, action.microbatch, part, message.rank)
 
 
 def _arrivals(
     plan: Plan, computed: Sequence[Sequence[Action]], starts: Sequence[Sequence[int]], begins: Moments
 ) -> dict[tuple[int, int], dict[int, int]]:
-    """Return for each skip's message, by microbatch, after how many computations of its receiver it is waited for.
+    """Return for each message beside an output, by its ends and microbatch, after how many computations of its receiver it is
+    waited for.
 
     It is posted before the first computation that begins after the message has been made, and waited for after that one, or
     before it, if its sender would wait too long for that to evict the microbatch.
     """
-    arrivals: dict[tuple[int, int], dict[int, int]] = {}
-    evicted = {sender: _evicted(plan, plan.stage_ranks[sender], starts) for sender in plan.routes.sent}
-    for user, senders in plan.routes.received.items():
-        rank = plan.stage_ranks[user]
-        lane = [(index, action.microbatch) for index, action in enumerate(computed[rank]) if action[:2] == (Op.F, user)]
-        for sender in senders:
-            made, places = begins.of(Op.F, sender), arrivals.setdefault((sender, user), {})
-            for used, unit in lane:
-                following = bisect_right(starts[rank], made[unit])
-                places[unit] = min(following + 1, used)
-                latest = evicted[sender].get((sender, unit))
-                arrived = _arrived(places[unit], starts[rank], made[unit]) - (rank < plan.stage_ranks[sender])
-                if latest is not None and arrived >= latest:
-                    places[unit] = min(following, used)
+    arrivals: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+    evicted: dict[int, dict[MicrobatchKey, int]] = {}
+    for rank, lane in enumerate(computed if plan.flow.has_asides else ()):
+        for used, action in enumerate(lane):
+            for message in _messages(plan.flow, action, is_sent=False):
+                if message.is_gradient or not message.is_aside:
+                    continue
+                sender, unit, made = message.stage, action.microbatch, begins.of(message.op, message.stage)[action.microbatch]
+                if message.rank not in evicted:
+                    evicted[message.rank] = _evicted(plan, message.rank, starts)
+                following = bisect_right(starts[rank], made)
+                place = min(following + 1, used)
+                latest = evicted[message.rank].get((sender, unit))
+                if latest is not None and _arrived(place, starts[rank], made) - (rank < message.rank) >= latest:
+                    place = min(following, used)
+                arrivals[sender, action.stage][unit] = place
     return arrivals
 
 
@@ -147,44 +145,43 @@ def _evicted(plan: Plan, rank: int, starts: Sequence[Sequence[int]]) -> dict[Mic
     return evicted
 
 
-def _routes(
-    plan: Plan,
-    begins: Moments,
-    find: Callable[[Plan, Action], list[Action]],
-    arrivals: Mapping[tuple[int, int], Mapping[int, int]],
-    starts: Sequence[Sequence[int]],
-) -> Routes:
-    """Return the routes of the results of all computations, or of their inputs."""
-    routes: Routes = {}
-    for action in _kinds(plan):
-        found = []
-        for transfer in find(plan, action):
-            stage, other, peer = action.stage, transfer.other_end[1], transfer.peer
-            assert peer is not None
-            times: Sequence[int] = begins.of(COMPUTATION[transfer.op], other)
-            if transfer.op is Op.SEND_F and transfer.part:
-                places, made = arrivals[stage, other], begins.of(Op.F, stage)
-                times = [UNKNOWN] * plan.num_units
-                for unit, place in places.items():
-                    times[unit] = _arrived(place, starts[peer], made[unit])
-            early = arrivals[other, stage] if transfer.op is Op.RECV_F and transfer.part else None
-            found.append(_Route(transfer.op, WAIT_OF[transfer.op], transfer.part, peer, times, early))
-        routes[_kind(plan, action)] = tuple(found)
-    return routes
+class _Routes(dict[tuple[Op, int, int], tuple[_Route, ...]]):
+    """The routes of the results of computations, or of their inputs, by operation, stage and turn."""
 
+    def __init__(
+        self,
+        plan: Plan,
+        begins: Moments,
+        arrivals: Mapping[tuple[int, int], Mapping[int, int]],
+        starts: Sequence[Sequence[int]],
+        *,
+        is_sent: bool,
+    ) -> None:
+        self._flow, self._begins, self._arrivals, self._starts, self._is_sent = plan.flow, begins, arrivals, starts, is_sent
 
-def _kinds(plan: Plan) -> Iterator[Action]:
-    """Yield a computation for each set of those that have the same ends of their messages."""
-    for op in COMPUTE:
-        for stage in range(plan.num_stages):
-            for unit in range(plan.num_units) if plan.paths else [0]:
-                if plan.passes(stage, unit) or not plan.paths:
-                    yield Action(op, stage, unit)
+    def of(self, steps: Sequence[Action]) -> list[tuple[_Route, ...]]:
+        """Return the routes of each of a rank's computations."""
+        slices, period = self._flow.slices, self._flow.period
+        return [self[op, stage, unit // slices % period] for op, stage, unit, *_ in steps]
 
+    def __missing__(self, kind: tuple[Op, int, int]) -> tuple[_Route, ...]:
+        op, stage, turn = kind
+        action = Action(op, stage, turn * self._flow.slices)
+        messages = _messages(self._flow, action, is_sent=self._is_sent)
+        self[kind] = tuple(self._route(stage, message, _transfer(action, message, is_sent=self._is_sent)) for message in messages)
+        return self[kind]
 
-def _kind(plan: Plan, action: Action) -> tuple[object, ...]:
-    """Return what computations have in common whose messages have the same ends."""
-    return action[:3] if plan.paths else action[:2]
+    def _route(self, stage: int, message: Message, transfer: Action) -> _Route:
+        times: Sequence[int] = self._begins.of(message.op, message.stage)
+        early = None
+        if message.is_aside and not message.is_gradient and self._is_sent:
+            made, places = self._begins.of(Op.F, stage), self._arrivals.get((stage, message.stage), {})
+            starts, times = self._starts[message.rank], [UNKNOWN] * len(made)
+            for unit, place in places.items():
+                times[unit] = _arrived(place, starts, made[unit])
+        elif message.is_aside and not message.is_gradient:
+            early = self._arrivals[message.stage, stage]
+        return _Route(transfer.op, WAIT_OF[transfer.op], transfer.part, message.rank, message.returns, times, early)
 
 
 def _exchanges(plan: Plan, computed: Sequence[Sequence[Action]], starts: Sequence[Sequence[int]]) -> list[list[tuple[int, Action]]]:
@@ -193,14 +190,15 @@ def _exchanges(plan: Plan, computed: Sequence[Sequence[Action]], starts: Sequenc
     Two ranks exchange those of their stages in one order: that in which the later of both twins runs its last backward.
     """
     exchanges: list[list[tuple[int, Action]]] = [[] for _ in computed]
-    if plan.directions == 1 or not plan.has_backward:
+    sums = plan.flow.sums
+    if not sums:
         return exchanges
     last: dict[int, tuple[int, int]] = {}  # of each stage: when its last backward has ended, and after how many computations
     for lane, times in zip(computed, starts):
         done = enumerate(zip(lane, times), start=1)
         last |= {action.stage: (start + UNITS[action.op], index) for index, (action, start) in done if action.op is not Op.F}
-    for stage in sorted(range(plan.depth), key=lambda stage: max(last[stage][0], last[stage + plan.depth][0])):
-        for one, other in ((stage, stage + plan.depth), (stage + plan.depth, stage)):
+    for pair in sorted(sums, key=lambda pair: max(last[stage][0] for stage in pair)):
+        for one, other in (pair, pair[::-1]):
             own = exchanges[plan.stage_ranks[one]]
             after = max([last[one][1], *(index for index, _ in own)])
             own.append((after, Action(Op.REDUCE_GRAD, one, 0, peer=plan.stage_ranks[other])))
@@ -215,8 +213,8 @@ class _Lane:
         plan: Plan,
         rank: int,
         begins: Sequence[int],
-        sent: Routes,
-        received: Routes,
+        sent: _Routes,
+        received: _Routes,
         exchanges: Sequence[tuple[int, Action]] = (),
     ) -> None:
         self.plan, self.rank, self.begins, self.slices, self.exchanges = plan, rank, begins, plan.slices, exchanges
@@ -232,8 +230,7 @@ class _Lane:
         self.boundaries = list(range(len(self.steps)))
         if plan.overlapped:
             self.boundaries = [i - (i > 0 and plan.begins_pair(self.steps[i - 1])) for i in self.boundaries]
-        self.sends = [sent[_kind(plan, step)] for step in self.steps]
-        self.receives = [received[_kind(plan, step)] for step in self.steps]
+        self.sends, self.receives = sent.of(self.steps), received.of(self.steps)
         self.arriving: list[list[Action]] = [[] for _ in self.before]  # at each boundary, completions of receives for the next step
         self.early: list[list[Action]] = [[] for _ in self.before]  # and of those for a later one
         self.posted = self._posts()
@@ -273,7 +270,7 @@ class _Lane:
         channels: dict[tuple[Op, int], list[tuple[int, int, int, int, Action]]] = defaultdict(list)
         early_by_time: list[list[tuple[int, int, int, Action]]] = [[] for _ in self.before]
         for place, (receives, (_, stage, microbatch, _, _)) in enumerate(zip(self.receives, self.steps)):
-            for op, wait, part, peer, times, early in receives:
+            for op, wait, part, peer, _, times, early in receives:
                 turn = stage if op is Op.RECV_F else -stage  # as `sent_by` orders what one computation sends
                 index = self.boundaries[place] if early is None else early[microbatch]
                 channels[op, peer].append((times[microbatch], part, turn, index, _action((op, stage, microbatch, part, peer))))
@@ -296,7 +293,7 @@ class _Lane:
         """Return the completions of sends by boundary: the first at which they are due and their receives have completed."""
         completed: list[list[Action]] = [[] for _ in self.before]
         begins, end = self.begins, len(self.begins)
-        for (_, stage, microbatch, _, _), (op, wait, part, peer, times, _), boundary in self._due():
+        for (_, stage, microbatch, _, _), (op, wait, part, peer, _, times, _), boundary in self._due():
             received = times[microbatch]
             if received < 0:
                 send = Action(op, stage, microbatch, part)
@@ -310,7 +307,7 @@ class _Lane:
 
     def _due(self) -> Iterator[tuple[Action, _Route, int]]:
         """Yield for each send, the latest first: its computation, its route, and the boundary by which it should be complete."""
-        end, backward, evicted = len(self.steps), Op.SEND_B, Op.WAIT_EVICT
+        end, evicted = len(self.steps), Op.WAIT_EVICT
         moves = [(i, a) for i, before in enumerate(self.before) for a in before]
         # For a forward's result.
         latest = {step[1:3]: boundary for step, boundary in zip(self.steps, self.boundaries) if step[0] in BACKWARD}
@@ -323,7 +320,7 @@ class _Lane:
                 channel = send[0], send[3]
                 due = following.get(channel, end)
                 following[channel] = index + self.plan.begins_pair(step)  # what both of a pair make is sent behind the pair
-                yield step, send, due if send[0] is backward or self.plan.local else min(due, latest.get(step[1:3], end))
+                yield step, send, min(due, latest.get(step[1:3], end)) if send.returns else due
 
 
 def without_transfers(plan: Plan, *, keeps_recomputed: bool = False) -> Plan:

@@ -6,6 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 
+from bpipe.flow.flow import Flow
 from bpipe.plan.action import Action, Op, OpKey
 from bpipe.plan.order import RESULT, needs
 
@@ -34,9 +35,9 @@ def numbered(steps: Sequence[Step]) -> Iterator[Action]:
 class _Rank:
     """A rank that computes: the rest of its order, the W actions that are due, and its free slots."""
 
-    def __init__(self, order: Sequence[Action], slots: int, depth: int) -> None:
+    def __init__(self, order: Sequence[Action], slots: int, flow: Flow) -> None:
         self.order, self.due = deque(order), deque[Action]()
-        self.slots, self.depth = slots, depth
+        self.slots, self.flow = slots, flow
         self.lane: list[Action] = []
 
     def compute(self, arrived: set[OpKey]) -> Action | None:
@@ -58,22 +59,18 @@ class _Rank:
         return action
 
     def _can(self, action: Action, arrived: set[OpKey]) -> bool:
-        needed = needs(action, self.depth)
-        return (needed is None or needed in arrived) and (action.op is not Op.F or self.slots > 0)
+        return arrived.issuperset(needs(self.flow, action)) and (action.op is not Op.F or self.slots > 0)
 
 
-def with_weights(orders: Sequence[Sequence[Action]], slots: int) -> list[list[Action]]:
-    """Run orders of F and I in unit time on ranks of `slots` slots, and insert W where a rank waits.
+def with_weights(orders: Sequence[Sequence[Action]], flow: Flow, slots: int) -> list[list[Action]]:
+    """Run orders of F and I of a flow in unit time on ranks of `slots` slots, and insert W where a rank waits.
 
     A computation may overtake one backward whose input has not arrived. It takes the slot that it would have taken after it,
     only sooner: an order that keeps to `slots` with each W right after its I still does, and still ends.
     """
-    depth = 2 * len(orders)
-    ranks = [_Rank(order, slots, depth) for order in orders]
+    ranks = [_Rank(order, slots, flow) for order in orders]
     arrived: set[OpKey] = set()
     while computed := [action for rank in ranks if (action := rank.compute(arrived)) is not None]:
-        halves = [action for action in computed if action.op is not Op.W]
-        arrived.difference_update(needs(action, depth) for action in halves)  # a result is needed once
-        arrived.update((RESULT[op], stage, microbatch) for op, stage, microbatch, *_ in halves)
+        arrived.update((RESULT[op], stage, microbatch) for op, stage, microbatch, *_ in computed)
     assert not any(rank.order for rank in ranks), "an order that does not keep to its slots"
     return [rank.lane for rank in ranks]

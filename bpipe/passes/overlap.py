@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bpipe.errors import PlanError
+from bpipe.flow.flow import Flow
 from bpipe.passes.communicate import without_transfers
 from bpipe.plan.action import COMPUTE, Action, MicrobatchKey, Op, OpKey
 from bpipe.plan.order import RESULT, needs
@@ -36,16 +37,15 @@ def overlap(plan: Plan) -> Plan:
     base = without_transfers(plan)
     if plan.skips:
         raise PlanError(f"plan {plan.name!r} has skips: its forwards and backwards form no pairs")
-    return replace(base, overlapped=pairs_of(base.actions, base.depth, base.slices))
+    return replace(base, overlapped=pairs_of(base.actions, base.flow))
 
 
-def pairs_of(lanes: Sequence[Sequence[Action]], depth: int, slices: int = 1) -> frozenset[MicrobatchKey]:
+def pairs_of(lanes: Sequence[Sequence[Action]], flow: Flow) -> frozenset[MicrobatchKey]:
     """Return the forwards, by stage and unit, that can run side by side with the backward behind them.
 
     Args:
         lanes: the whole computations of each rank; among them may be what gathers and frees weights.
-        depth: the number of stages that a microbatch passes.
-        slices: k, the slices of a microbatch.
+        flow: what each computation needs.
 
     Raises:
         PlanError: the computations wait for each other in a cycle.
@@ -55,8 +55,7 @@ def pairs_of(lanes: Sequence[Sequence[Action]], depth: int, slices: int = 1) -> 
     positions = [0] * len(lanes)
 
     def is_ready(action: Action) -> bool:
-        needed = needs(action, depth) if action.op in COMPUTE else None  # nothing, where a stage's weights are gathered
-        return needed is None or needed in done
+        return action.op not in COMPUTE or done.issuperset(needs(flow, action))
 
     def advance(rank: int, *, splits: bool) -> bool:
         """Run a rank's computations as far as they can, all pairs as pairs; or the first half of one pair alone."""
@@ -66,7 +65,7 @@ def pairs_of(lanes: Sequence[Sequence[Action]], depth: int, slices: int = 1) -> 
             if not is_ready(first):
                 break
             is_pair = bool(both) and first.op is Op.F and both[0].op is Op.B
-            is_pair = is_pair and first.microbatch // slices != both[0].microbatch // slices
+            is_pair = is_pair and first.microbatch // flow.slices != both[0].microbatch // flow.slices
             if is_pair and is_ready(both[0]):
                 pairs.add(first.key)
             elif is_pair and not splits:

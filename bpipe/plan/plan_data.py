@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from bpipe.errors import PlanError
+from bpipe.flow.flow import Flow
+from bpipe.flow.shapes import shaped
 from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, Identity, MicrobatchKey, Op, Purpose
 from bpipe.plan.meter import SLOTS, Amount, Meter, bytes_meter, occupancy, slot
 from bpipe.plan.reserved import reserve
@@ -39,6 +42,16 @@ class PlanData:
     local: bool = False
     paths: tuple[tuple[int, ...], ...] = ()
     _routes: Routes | None = field(default=None, init=False, compare=False, repr=False)
+    _flow: Flow | None = field(default=None, init=False, compare=False, repr=False)
+
+    @property
+    def flow(self) -> Flow:
+        """What the plan computes, and who needs it. It is looked up for every action, and made once."""
+        if self._flow is None:
+            shape = self.slices, self.directions, self.skips, self.local, self.paths
+            object.__setattr__(self, "_flow", _flow_of(self.stage_ranks, self.num_microbatches, self.has_backward, *shape))
+        assert self._flow is not None
+        return self._flow
 
     @property
     def routes(self) -> Routes:
@@ -223,6 +236,31 @@ class PlanData:
     def recomputed(self, rank: int) -> set[MicrobatchKey]:
         """Return the (stage, microbatch) pairs whose forward runs twice on a rank: the first forward keeps only its input."""
         return {action.key for action in self.actions[rank] if action.op is Op.R}
+
+
+@lru_cache(maxsize=16)
+def _flow_of(
+    stage_ranks: tuple[int, ...],
+    num_microbatches: int,
+    has_backward: bool,
+    slices: int,
+    directions: int,
+    skips: tuple[Skip, ...],
+    local: bool,
+    paths: tuple[tuple[int, ...], ...],
+) -> Flow:
+    depth = len(paths[0]) if paths else len(stage_ranks) // directions
+    flow = shaped(None, "chain", stage_ranks[:depth], num_microbatches, has_backward)
+    if directions > 1:
+        routes = tuple(tuple(range(first, first + depth)) for first in range(0, directions * depth, depth))
+        flow = shaped(flow, "alternatives", stage_ranks, routes, True)
+    if paths:
+        flow = shaped(flow, "alternatives", stage_ranks, paths, False)
+    if slices > 1:
+        flow = shaped(flow, "slices", slices)
+    if skips:
+        flow = shaped(flow, "skips", skips)
+    return shaped(flow, "local") if local else flow
 
 
 @contextmanager

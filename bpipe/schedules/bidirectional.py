@@ -28,6 +28,7 @@ from fractions import Fraction
 from operator import itemgetter
 from typing import Any, Protocol
 
+from bpipe.flow.flow import Flow
 from bpipe.plan.action import Action, Op, OpKey
 from bpipe.plan.order import RESULT, UNITS, needs
 from bpipe.schedules.rule import Placement, Rule
@@ -107,13 +108,13 @@ def _timed(placement: Placement, p: int, m: int, backward: Op) -> list[tuple[lis
     return [(sorted(forwards), sorted(backwards)) for forwards, backwards in lanes]
 
 
-def _run(ranks: Sequence[_Rank], depth: int) -> list[list[Action]]:
+def _run(ranks: Sequence[_Rank], flow: Flow) -> list[list[Action]]:
     """Return what each rank takes if it takes a computation whenever it can: F, I and W in one unit of time, B in two."""
     lanes: list[list[Action]] = [[] for _ in ranks]
     free, ended, now = [0] * len(ranks), dict[OpKey, int](), 0
     while True:
         for x, rank in enumerate(ranks):
-            if free[x] <= now and (action := next((a for a in rank.candidates() if _is_ready(a, depth, ended, now)), None)):
+            if free[x] <= now and (action := next((a for a in rank.candidates() if _is_ready(a, flow, ended, now)), None)):
                 rank.take(action)
                 lanes[x].append(action)
                 free[x] = ended[RESULT[action.op], action.stage, action.microbatch] = now + UNITS[action.op]
@@ -124,9 +125,8 @@ def _run(ranks: Sequence[_Rank], depth: int) -> list[list[Action]]:
     return lanes
 
 
-def _is_ready(action: Action, depth: int, ended: dict[OpKey, int], now: int) -> bool:
-    needed = needs(action, depth)
-    return needed is None or ended.get(needed, now + 1) <= now
+def _is_ready(action: Action, flow: Flow, ended: dict[OpKey, int], now: int) -> bool:
+    return all(ended.get(needed, now + 1) <= now for needed in needs(flow, action))
 
 
 def _stages_per_rank(placement: Placement) -> int:
@@ -140,7 +140,7 @@ def _published(p: int, m: int) -> list[list[Action]]:
         warmup = 3 * p // 2 + min(x, p - 1 - x)
         units = [[[a for _, a in lane if a.microbatch // p == u] for lane in lanes] for u in range(m // p)]
         ranks.append(_Published([_one_by_one(warmup, *unit) for unit in units], warmup))
-    return _run(ranks, 2 * p)
+    return _run(ranks, Placement.TWO_VS.flow(p, m, 4))
 
 
 def _one_by_one(warmup: int, forwards: list[Action], backwards: list[Action]) -> list[Action]:
@@ -151,7 +151,8 @@ def _one_by_one(warmup: int, forwards: list[Action], backwards: list[Action]) ->
 
 def _reordered(placement: Placement, p: int, m: int, slots: int, backward: Op = Op.B) -> list[list[Action]]:
     """Return what ranks compute that may mix units, in slots of a stage's microbatch."""
-    return _run([_Reordered(*lanes, slots) for lanes in _timed(placement, p, m, backward)], p * _stages_per_rank(placement) // 2)
+    ranks = [_Reordered(*lanes, slots) for lanes in _timed(placement, p, m, backward)]
+    return _run(ranks, placement.flow(p, m, _stages_per_rank(placement)))
 
 
 def _bitpipe(p: int, m: int) -> list[list[Action]]:

@@ -9,6 +9,8 @@ from fractions import Fraction
 from itertools import count
 
 from bpipe.errors import ConfigurationError
+from bpipe.flow.flow import Flow
+from bpipe.flow.shapes import shaped
 from bpipe.plan.action import Action, MicrobatchKey
 
 __all__ = ["Placement", "Rule"]
@@ -46,6 +48,15 @@ class Placement(Enum):
         if self is Placement.V:
             return tuple(min(stage, 2 * num_ranks - 1 - stage) for stage in stages)
         return tuple(stage % num_ranks for stage in stages)
+
+    def flow(self, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Flow:
+        """Return what is computed in a step."""
+        ranks = self.stage_ranks(num_ranks, stages_per_rank)
+        depth = len(ranks) // self.directions
+        flow = shaped(None, "chain", ranks[:depth], num_microbatches)
+        if self.directions > 1:
+            flow = shaped(flow, "alternatives", ranks, (tuple(range(depth)), tuple(range(depth, 2 * depth))), True)
+        return flow
 
     @property
     def directions(self) -> int:
@@ -106,6 +117,11 @@ class Rule:
     overlapped: Rule | None = None
     pairs: Pairs | None = None
     local: bool = False
+
+    def flow(self, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Flow:
+        """Return what is computed in a step, and who needs it."""
+        flow = shaped(self.placement.flow(num_ranks, num_microbatches, stages_per_rank), "slices", self.slices)
+        return shaped(flow, "local") if self.local else flow
 
     def with_slices(self, slices: int) -> Rule:
         """Return the rule for microbatches of k slices.

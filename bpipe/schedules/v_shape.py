@@ -45,7 +45,7 @@ def _order(p: int, m: int, share: int) -> list[list[Action]]:
         own = [(moment, op, s) for moment, (op, s) in zip(moments, path) if s in (x, 2 * p - 1 - x)]
         timed = sorted(((moment + PERIOD * i, moment, Action(op, s, i)) for moment, op, s in own for i in range(m)))
         orders.append([action for *_, action in timed])
-    return with_weights(orders, slots=2 * _slots(p, share))
+    return with_weights(orders, Placement.V.flow(p, m, 2), slots=2 * _slots(p, share))
 
 
 def _moments(p: int, share: int) -> list[int]:

@@ -22,7 +22,7 @@ __all__: list[str] = []
 def order(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> list[list[Action]]:
     """Return each rank's F and I in a fixed order, with W where it would wait: peak min(p, m)."""
     lanes = [_lane(num_ranks, num_microbatches, x) for x in range(num_ranks)]
-    return with_weights(lanes, slots=2 * num_ranks)
+    return with_weights(lanes, Placement.V.flow(num_ranks, num_microbatches, 2), slots=2 * num_ranks)
 
 
 def _lane(p: int, m: int, x: int) -> list[Action]:

@@ -169,9 +169,9 @@ class JobShop:
 
     def _inputs(self, action: Action, rank: int) -> Iterator[tuple[Op, int, Message]]:
         """Yield the results that a computation on a rank needs from others, and how each of them comes there."""
-        needed = needs(action, self.plan.depth)
-        if needed is not None and self.plan.stage_ranks[needed[1]] == rank:
-            yield *needed[:2], (SAME_RANK, 0.0, 0.0)
+        for op, stage, _ in needs(self.plan.flow, action):
+            if self.plan.stage_ranks[stage] == rank:
+                yield op, stage, (SAME_RANK, 0.0, 0.0)
         for receive in received_by(self.plan, action):
             yield Op.F if action.op is Op.F else Op.B, receive.other_end[1], self._message(receive, rank)
 

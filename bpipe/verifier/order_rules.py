@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from bpipe.plan.action import BACKWARD, COMPUTE, MESSAGES, SHARDING, Action, Op, PartKey
-from bpipe.plan.order import previous_unit
 from bpipe.verifier.rank_index import BITS, Finding, RankIndex, mask, ops_in
 
 __all__: list[str] = []
@@ -89,13 +88,12 @@ def _simply_ordered(own: RankIndex, stage: int) -> Iterator[Finding]:
         for unit, index in second.items() if first else ():
             if first.get(unit, -1) > index:
                 yield _before(own, index, Action(earlier, stage, unit))
-    slices, directions, on_path = own.plan.slices, own.plan.directions, own.on_path.get(stage)
     for later, earlier in ((op, kin) for op, kins in KIN.items() for kin in ops_in(kins)):
         first, second = own.at.get((earlier, stage, 0), {}), own.at.get((later, stage, 0), {})
+        previous = own.plan.flow.previous(later, stage)
         for unit, index in second.items() if first else ():
-            previous = previous_unit(later, unit, slices, directions) if on_path is None else on_path.get(unit, -1)
-            if first.get(previous, -1) > index:
-                yield _before(own, index, Action(earlier, stage, previous))
+            if first.get(previous[unit], -1) > index:
+                yield _before(own, index, Action(earlier, stage, previous[unit]))
 
 
 def _before(own: RankIndex, index: int, other: Action) -> Finding:
@@ -128,9 +126,7 @@ def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
     yield (stage, microbatch, 0), earlier & ~(0 if has_output else BITS[Op.WAIT_SEND_F] * (op is Op.WAIT_EVICT))
     yield (stage, microbatch, part), EARLIER_OF_PART[op]
     if op in COMPUTE:
-        slices, directions, on_path = own.plan.slices, own.plan.directions, own.on_path.get(stage)
-        previous = previous_unit(op, microbatch, slices, directions) if on_path is None else on_path.get(microbatch, -1)
-        yield (stage, previous, 0), KIN.get(op, 0)
+        yield (stage, own.plan.flow.previous(op, stage)[microbatch], 0), KIN.get(op, 0)
         for other in range(1, num_parts + 1):  # what has moved by itself
             yield (stage, microbatch, other), EARLIER_OF_PART[op]
     for near in _neighbours(own, stage):

@@ -138,7 +138,8 @@ def _complete_sets(plan: Plan, stage: int) -> list[frozenset[Op]]:
 
 
 def _required(plan: Plan, stage: int, backward: frozenset[Op]) -> frozenset[Op]:
-    computations = [Action(op, stage, 0) for op in (Op.F, *backward)]
+    unit = next(iter(plan.flow.turns_of(stage)), 0) * plan.slices
+    computations = [Action(op, stage, unit) for op in (Op.F, *backward)]
     transfers = [t.op for c in computations for t in (*received_by(plan, c), *sent_by(plan, c)) if not t.part]
     return frozenset({Op.F, *backward, *transfers, *(WAIT_OF[op] for op in transfers)})
 

@@ -58,13 +58,6 @@ class RankIndex:
         stage, microbatch, part = which
         return self.present[stage, part][microbatch] if microbatch >= 0 else 0
 
-    @cached_property
-    def on_path(self) -> dict[int, dict[int, int]]:
-        """For each stage of the rank, by microbatch that passes it, the one before; empty if microbatches have no paths."""
-        units = range(self.plan.num_units) if self.plan.paths else ()
-        passing = {stage: [unit for unit in units if self.plan.passes(stage, unit)] for stage in self.stages if self.plan.paths}
-        return {stage: dict(zip(own[1:], own)) for stage, own in passing.items()}
-
     def acceptor(self, which: PartKey) -> int | None:
         """Return the peer to which a part is evicted, or None."""
         stage, microbatch, part = which

@@ -10,6 +10,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError
+from bpipe.flow.shapes import shaped
 from bpipe.passes.balance.balance import balance
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.order import clock
@@ -20,13 +21,14 @@ ORDERS = {"gpipe": gpipe.order, "1f1b": one_f_one_b.order}
 
 def computations(lanes: Sequence[Sequence[Action]], stage_ranks: Sequence[int], name: str = "test") -> Plan:
     """A plan of computations alone from a list a stage: stages on one rank take turns in the order of their times."""
-    starts = clock(lanes, len(lanes))[0]
+    num_microbatches = 1 + max(action.microbatch for lane in lanes for action in lane)
+    starts = clock(lanes, shaped(None, "chain", tuple(range(len(lanes))), num_microbatches))[0]
     merged: list[list[tuple[int, int, Action]]] = [[] for _ in range(max(stage_ranks) + 1)]
     for stage, (lane, times) in enumerate(zip(lanes, starts)):
         merged[stage_ranks[stage]] += [(time, stage, action) for action, time in zip(lane, times)]
     return Plan(
         name=name,
-        num_microbatches=1 + max(action.microbatch for lane in lanes for action in lane),
+        num_microbatches=num_microbatches,
         stage_ranks=tuple(stage_ranks),
         actions=tuple(tuple(action for *_, action in sorted(lane, key=lambda item: item[:2])) for lane in merged),
         served=((),) * len(merged),

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bpipe.errors import BudgetError, ConfigurationError, PlanError
 from bpipe.passes.balance.balance import balance
 from bpipe.plan.grid import rows
-from bpipe.plan.order import UNITS, clock, linearise, previous_unit
+from bpipe.plan.order import UNITS, clock_of, linearise
 from bpipe.schedules import (
     Action,
     Costs,
@@ -65,7 +65,7 @@ def peaks(plan: Plan) -> list[float]:
 
 def test_bitpipe_is_the_published_figure() -> None:
     plan = made("bitpipe", 4, 4)
-    starts = clock([plan.compute(rank) for rank in range(4)], 16, directions=2)[0]
+    starts = clock_of(plan, [plan.compute(rank) for rank in range(4)])[0]
     drawn = []
     for rank, times in enumerate(starts):
         cells = ["."] * 28
@@ -292,9 +292,3 @@ def test_bytes_are_those_of_the_independent_machine(plan: Plan) -> None:
     assert plan.device_peak_bytes == occupied_bytes(plan)
     assert Plan.from_text(plan.to_text()) == plan
     assert simulate(plan, Costs()).makespan_s > 0
-
-
-def test_the_unit_before_one_is_of_the_same_direction() -> None:
-    assert [previous_unit(Op.F, unit, 1, 2) for unit in range(4)] == [-2, -1, 0, 1]
-    assert [previous_unit(Op.F, unit, 2, 2) for unit in range(8)] == [-3, 0, -1, 2, 1, 4, 3, 6]
-    assert [previous_unit(Op.B, unit, 2, 2) for unit in range(8)] == [1, -4, 3, -2, 5, 0, 7, 2]

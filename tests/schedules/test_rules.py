@@ -16,6 +16,7 @@ import pytest
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from bpipe.errors import ConfigurationError
+from bpipe.flow.flow import Flow
 from bpipe.plan.collector import collector_paused
 from bpipe.plan.grid import rows
 from bpipe.plan.order import UNITS, clock
@@ -62,24 +63,24 @@ def lanes_of(rule: Rule, p: int, m: int, v: int) -> list[list[Action]]:
     return [[action for action in lane if action.op in UNITS] for lane in rule.order(p, m, v)]
 
 
-def spans(lanes: list[list[Action]], directions: int = 1, *, local: bool = False) -> list[tuple[int, int, int]]:
+def spans(lanes: list[list[Action]], flow: Flow) -> list[tuple[int, int, int]]:
     """Each rank's first start, last end and work, if a forward and each half of a backward take one unit."""
-    starts, _ = clock(lanes, 1 + max(action.stage for lane in lanes for action in lane), directions=directions, local=local)
+    starts, _ = clock(lanes, flow)
     return [
         (times[0], times[-1] + UNITS[lane[-1].op], sum(UNITS[action.op] for action in lane)) for lane, times in zip(lanes, starts)
     ]
 
 
-def bubble(lanes: list[list[Action]], directions: int = 1, *, local: bool = False) -> int:
+def bubble(lanes: list[list[Action]], flow: Flow) -> int:
     """The makespan bubble in units: the same on each rank, because all work alike."""
-    ranks = spans(lanes, directions, local=local)
+    ranks = spans(lanes, flow)
     assert len({work for *_, work in ranks}) == 1
     return max(end for _, end, _ in ranks) - min(begin for begin, *_ in ranks) - ranks[0][2]
 
 
-def waits(lanes: list[list[Action]]) -> int:
+def waits(lanes: list[list[Action]], flow: Flow) -> int:
     """The most that a rank waits between its own first start and last end."""
-    return max(end - begin - work for begin, end, work in spans(lanes))
+    return max(end - begin - work for begin, end, work in spans(lanes, flow))
 
 
 def peak(lane: list[Action]) -> int:
@@ -231,7 +232,7 @@ def test_peaks_and_bubbles_are_the_table_s(name: str, p: int) -> None:
         if not rule.allows(p, m):
             continue
         lanes = lanes_of(rule, p, m, v)
-        found, own = bubble(lanes), rule.bubble(p, m, v, v, v, v)
+        found, own = bubble(lanes, rule.flow(p, m, v)), rule.bubble(p, m, v, v, v, v)
         fullest, told = TABLE[name](p, m, v)
         assert max(map(peak, lanes)) == fullest * v, (m, v)
         assert found == own if name != "v_min" else found <= own, (m, v)
@@ -262,7 +263,7 @@ def test_plans_are_proven_and_take_as_long_as_their_orders(name: str, p: int) ->
             timeline = simulate(plan, Costs(forward_s=1.0, backward_s=2.0))
             lanes = lanes_of(rule, p, m, v)
             passed = v // directions  # stages that a microbatch passes on a rank
-            assert timeline.makespan_s == bubble(lanes, directions, local=rule.local) + 3 * passed * m
+            assert timeline.makespan_s == bubble(lanes, rule.flow(p, m, v)) + 3 * passed * m
             assert max(plan.peak_slots) == max(rule.peak(p, m, v, x) for x in range(p)) * passed
             assert all(slots <= rule.peak(p, m, v, x) * passed for x, slots in enumerate(plan.peak_slots))
 
@@ -292,8 +293,9 @@ def test_bubble_of_zb_h1_holds_where_weight_halves_are_the_shortest(f: float, i:
 def test_no_rank_waits_on_its_own(name: str, p: int) -> None:
     """FACTS.md: span bubble 0, from m = 2p-1 on, where a rank warms up with so many forwards."""
     rule = RULES[name]
+    v = rule.default_stages_per_rank
     for m in range(2 * p - 1, 4 * p + 1):
-        assert waits(lanes_of(rule, p, m, rule.default_stages_per_rank)) == 0
+        assert waits(lanes_of(rule, p, m, v), rule.flow(p, m, v)) == 0
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import bpipe
 from bpipe.errors import ConfigurationError, PlanError
+from bpipe.flow.shapes import shaped
 from bpipe.passes.balance.balance import balance, by_count, default_slots, minimize_peak
 from bpipe.passes.balance.by_bytes import by_bytes
 from bpipe.passes.communicate import computations_only
@@ -200,11 +201,13 @@ def test_the_error_names_the_slices() -> None:
 
 def test_the_clock_waits_for_the_state_of_a_stage() -> None:
     lane = [Action(Op.F, 0, 0), Action(Op.F, 0, 1), Action(Op.B, 0, 0), Action(Op.B, 0, 1)]
-    assert clock([lane], 1)[0][0].tolist() == [0, 1, 2, 4]
+    chain = shaped(None, "chain", (0,), 2)
+    assert clock([lane], chain)[0][0].tolist() == [0, 1, 2, 4]
+    cut = shaped(shaped(None, "chain", (0,), 1), "slices", 2)
     with pytest.raises(PlanError, match="rank 0 before 0B0/0"):
-        clock([lane], 1, slices=2)
+        clock([lane], cut)
     with pytest.raises(PlanError, match="rank 0 before 0F0/1"):
-        clock([[lane[1], lane[0]]], 1, slices=2)
+        clock([[lane[1], lane[0]]], cut)
 
 
 # Texts.

@@ -1,0 +1,25 @@
+"""Slices: each microbatch is cut along its sequence (TeraPipe, arXiv 2102.07988; Seq1F1B, arXiv 2406.03488).
+
+Each slice reads the state that the ones before it left on its stage, such as keys and values, and gives gradients back to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from bpipe.flow.flow import Edge, Flow, Kind, Shape
+
+__all__: list[str] = []
+
+
+def shape(flow: Flow, slices: int) -> Flow:
+    """Cut the microbatches of a flow into slices.
+
+    Args:
+        flow: of whole microbatches.
+        slices: of each; a single one is the whole microbatch.
+    """
+    if slices == 1:
+        return flow
+    state = tuple(Edge(node, node, Kind.STATE) for node in flow.nodes)
+    return replace(flow, slices=slices, edges=flow.edges + state, shapes=(*flow.shapes, Shape("slices", (slices,))))
