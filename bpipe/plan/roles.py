@@ -55,7 +55,7 @@ class Roles(dict[Kind, Role]):
 
     def __missing__(self, kind: Kind) -> Role:
         op, stage, _ = kind
-        moved = self._moved(*kind) if op in LINKED else None
+        moved = self.moved(*kind) if op in LINKED else None
         awaited = None if op not in ENABLED_BY else (ENABLED_BY[op], self._at_twin(stage) if op is Op.WAIT_REDUCE_GRAD else moved)
         event = (op, moved) if op in ENABLERS else None
         role = self[kind] = Role(awaited, self._state(awaited), event, self._state(event))
@@ -73,7 +73,7 @@ class Roles(dict[Kind, Role]):
     def _state(self, event: Event | None) -> bytearray | None:
         return None if event is None else self._states.setdefault(event, bytearray(self._flow.num_units))
 
-    def _moved(self, op: Op, stage: int, part: int) -> Hashable:
+    def moved(self, op: Op, stage: int, part: int) -> Hashable:
         """Return what an action moves, in words that are the same at both ends."""
         if op not in MESSAGES:
             return stage, part

@@ -5,133 +5,112 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from bpipe.plan.action import BACKWARD, COMPUTE, MESSAGES, SHARDING, Action, Op, PartKey
-from bpipe.verifier.rank_index import BITS, Finding, RankIndex, mask, ops_in
+from bpipe.flow.flow import End
+from bpipe.plan.action import COMPUTE, MESSAGES, SHARDING, WAIT_OF, Action, Op
+from bpipe.verifier.rank_index import Finding, Kind, RankIndex
 
 __all__: list[str] = []
 
-# For one microbatch of one stage.
-PRECEDENCE = (
-    (Op.RECV_F, Op.WAIT_RECV_F),
-    (Op.WAIT_RECV_F, Op.F),
-    (Op.F, Op.SEND_F),
-    (Op.SEND_F, Op.WAIT_SEND_F),
-    (Op.RECV_B, Op.WAIT_RECV_B),
-    (Op.F, Op.B),
-    (Op.F, Op.I),
-    (Op.I, Op.W),
-    (Op.F, Op.R),
-    (Op.R, Op.B),
-    (Op.R, Op.I),
-    (Op.WAIT_RECV_B, Op.B),
-    (Op.WAIT_RECV_B, Op.I),
-    (Op.B, Op.SEND_B),
-    (Op.I, Op.SEND_B),
-    (Op.SEND_B, Op.WAIT_SEND_B),
+# Operations on one microbatch of one stage, and what each comes after.
+COMPUTATIONS = ((Op.F, Op.B), (Op.F, Op.I), (Op.I, Op.W), (Op.F, Op.R), (Op.R, Op.B), (Op.R, Op.I))
+# For all that it saved, or for one part of it.
+EVICTIONS = (
     (Op.F, Op.EVICT),
-    (Op.WAIT_SEND_F, Op.WAIT_EVICT),
-)
-# An output in flight keeps its slot, and its bytes. If gradients stay in their stage, it has its own bytes until it has arrived.
-PRECEDENCE_OF_OUTPUTS = {
-    False: ((Op.WAIT_SEND_F, Op.B), (Op.WAIT_SEND_F, Op.I), (Op.WAIT_SEND_F, Op.W)),
-    True: ((Op.B, Op.WAIT_SEND_F),),
-}
-# For one part of it, or for all of it.
-PRECEDENCE_OF_PARTS = (
     (Op.EVICT, Op.WAIT_EVICT),
     (Op.WAIT_EVICT, Op.LOAD),
     (Op.LOAD, Op.WAIT_LOAD),
     (Op.WAIT_LOAD, Op.B),
     (Op.WAIT_LOAD, Op.I),
-    (Op.ACCEPT, Op.WAIT_ACCEPT),
-    (Op.WAIT_ACCEPT, Op.RETURN),
-    (Op.RETURN, Op.WAIT_RETURN),
 )
-EARLIER = {
-    local: {op: mask(earlier for earlier, later in (*PRECEDENCE, *of_outputs) if later is op) for op in Op}
-    for local, of_outputs in PRECEDENCE_OF_OUTPUTS.items()
-}
-EARLIER_OF_PART = {op: mask(earlier for earlier, later in PRECEDENCE_OF_PARTS if later is op) for op in Op}
-
+SERVING = ((Op.ACCEPT, Op.WAIT_ACCEPT), (Op.WAIT_ACCEPT, Op.RETURN), (Op.RETURN, Op.WAIT_RETURN))
 # Operations that take a stage's microbatches in the same order: a whole backward counts as I and W. R may take any order.
-COMPUTING, PASSING = mask(COMPUTE), mask(MESSAGES)
-KIN = {Op.F: mask({Op.F}), Op.B: mask({Op.B, Op.I, Op.W}), Op.I: mask({Op.I, Op.B}), Op.W: mask({Op.W, Op.B})}
-BACKWARDS = mask(BACKWARD)
+KIN = {Op.F: (Op.F,), Op.B: (Op.B, Op.I, Op.W), Op.I: (Op.I, Op.B), Op.W: (Op.W, Op.B)}
+# The operations that need what a computation of the flow needs, and make what it makes.
+HALVES = {Op.F: (Op.F,), Op.B: (Op.B, Op.I)}
+
+Pair = tuple[Kind, Kind]  # of one microbatch, the first comes before the second
 
 
 def ordered(own: RankIndex) -> Iterator[Finding]:
-    """Check that each action runs after the actions it depends on, and that each stage takes its microbatches in ascending order.
+    """Check that each action runs after the actions it depends on, and that each stage takes its microbatches in order.
 
     The order matters because the sum of gradients, dropout and BatchNorm depend on it. Slices of a microbatch run forward in the
-    order of the sequence, and backward against it, because each reads what the one before left (`order.previous_unit`).
+    order of the sequence, and backward against it, because each reads what the one before left (`Flow.previous`).
     """
-    seen: defaultdict[PartKey, int] = defaultdict(int)
-    in_parts = {stage for _, stage, part in own.at if part}
-    routes = own.plan.routes
-    skipping = routes.sent.keys() | routes.received.keys()
-    involved = {s for _, s, _ in own.at if s in in_parts | skipping or own.plan.num_parts(s) > 1 or _neighbours(own, s)}
-    for stage in {stage for _, stage, _ in own.at} - involved:
-        yield from _simply_ordered(own, stage)
-    for index, action in enumerate(own.lane if involved else ()):
-        op, which = action[0], action.part_key
-        if which[0] in involved and op not in SHARDING:
-            for other, needed in _needs(own, action):
-                if own.there(other) & needed & ~seen[other]:
-                    yield from _early(own, index, other, needed & ~seen[other])
-            seen[which] |= BITS[op]
+    slices, period = own.flow.slices, own.flow.period
+    for (earlier, later), turns in _pairs(own).items():
+        first, second = own.at.get(earlier), own.at.get(later)
+        if first and second:
+            for unit, index in second.items():
+                if first.get(unit, -1) > index and (len(turns) == period or unit // slices % period in turns):
+                    yield _before(own, index, earlier, unit)
+    for stage in own.stages:
+        for op, kin in KIN.items():
+            second, previous = own.at.get((op, stage, 0)), own.flow.previous(op, stage)
+            for other in kin if second else ():
+                first = own.at.get((other, stage, 0), {})
+                for unit, index in second.items() if first and second else ():
+                    if first.get(previous[unit], -1) > index:
+                        yield _before(own, index, (other, stage, 0), previous[unit])
 
 
-def _simply_ordered(own: RankIndex, stage: int) -> Iterator[Finding]:
-    """Check the order of a stage whose microbatches have no parts, and whose neighbours are on other ranks: nearly all stages."""
-    for earlier, later in (*PRECEDENCE, *PRECEDENCE_OF_OUTPUTS[own.plan.local], *PRECEDENCE_OF_PARTS):
-        first, second = own.at.get((earlier, stage, 0), {}), own.at.get((later, stage, 0), {})
-        for unit, index in second.items() if first else ():
-            if first.get(unit, -1) > index:
-                yield _before(own, index, Action(earlier, stage, unit))
-    for later, earlier in ((op, kin) for op, kins in KIN.items() for kin in ops_in(kins)):
-        first, second = own.at.get((earlier, stage, 0), {}), own.at.get((later, stage, 0), {})
-        previous = own.plan.flow.previous(later, stage)
-        for unit, index in second.items() if first else ():
-            if first.get(previous[unit], -1) > index:
-                yield _before(own, index, Action(earlier, stage, previous[unit]))
+def _before(own: RankIndex, index: int, other: Kind, unit: int) -> Finding:
+    op, stage, part = other
+    return own.place(index), f"{own.show(own.lane[index])} stands before {own.show(Action(op, stage, unit, part))}"
 
 
-def _before(own: RankIndex, index: int, other: Action) -> Finding:
-    return own.place(index), f"{own.show(own.lane[index])} stands before {own.show(other)}"
+def _pairs(own: RankIndex) -> dict[Pair, set[int]]:
+    """Return what comes before what on this rank, and in which turns of the flow."""
+    pairs: defaultdict[Pair, set[int]] = defaultdict(set)
+    every = set(range(own.flow.period))
+    for _, stage, part in own.at:
+        for earlier, later in SERVING if stage not in own.stages else EVICTIONS:
+            pairs[_kind(earlier, stage, part), _kind(later, stage, part)] = every
+    for stage in own.stages:
+        for earlier, later in COMPUTATIONS:
+            pairs[(earlier, stage, 0), (later, stage, 0)] = every
+        for turn in own.flow.turns_of(stage):
+            for pair in _around(own, stage, turn):
+                pairs[pair].add(turn)
+    return pairs
 
 
-def _early(own: RankIndex, index: int, which: PartKey, unseen: int) -> Iterator[Finding]:
-    for op in ops_in(own.there(which) & unseen):
-        yield _before(own, index, Action(op, *which))
+def _kind(op: Op, stage: int, part: int) -> Kind:
+    return op, stage, 0 if op in COMPUTE else part  # only what is saved has parts
 
 
-def _neighbours(own: RankIndex, stage: int) -> list[int]:
-    """Return the previous and next stage if they are on this rank as well: they exchange tensors without a message."""
-    return [near for offset in (-1, +1) if stage in own.stages and (near := own.plan.neighbour(stage, offset)) in own.stages]
+def _around(own: RankIndex, stage: int, turn: int) -> Iterator[Pair]:
+    """Yield what the flow says: computations come behind their inputs and before their outputs.
+
+    An output in flight keeps its slot, and its bytes, until it has arrived; if no gradient comes back for it, it has its own bytes.
+    """
+    # The output lies in the part of what is saved that comes last.
+    evicted = [(Op.WAIT_EVICT, stage, part) for part in {0, own.plan.num_parts(stage)}]
+    for op, halves in HALVES.items():
+        for half in halves:
+            yield from ((source, (half, stage, 0)) for end in own.flow.needs(op, stage, turn) for source in _handed(own, end))
+        for transfer in own.transfers(op, stage, turn):
+            start, wait = ((one, stage, transfer.part) for one in (transfer.op, WAIT_OF[transfer.op]))
+            yield start, wait
+            if transfer.op in (Op.RECV_F, Op.RECV_B):
+                yield from ((wait, (half, stage, 0)) for half in halves)
+            else:
+                yield from (((half, stage, 0), start) for half in halves)
+        for message in own.flow.sent(op, stage, turn):
+            arrived = Op.WAIT_SEND_F, stage, message.stage + 1 if message.is_aside else 0
+            if message.returns:
+                yield from ((arrived, later) for later in [*((back, stage, 0) for back in (Op.B, Op.I, Op.W)), *evicted])
+            elif op is Op.F:
+                yield (Op.B, stage, 0), arrived
+    for end in own.flow.gives(Op.F, stage, turn):
+        if end.op == Op.F and not end.name:
+            yield from ((user, later) for user in _handed(own, end) for later in evicted)
 
 
-def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
-    """Yield the actions that must come before an action if they exist at all, by microbatch and part."""
-    op, stage, microbatch, part, _ = action
-    num_parts = own.plan.num_parts(stage)
-    has_output = part in (0, num_parts)  # the output lies in the last part
-    earlier = EARLIER[own.plan.local][op]
-    if part and op in MESSAGES:
-        yield (stage, microbatch, 0), earlier & COMPUTING
-        yield (stage, microbatch, part), earlier & PASSING
-        return
-    if op in COMPUTE or (op is Op.WAIT_EVICT and has_output):
-        for other in (*own.plan.routes.sent.get(stage, ()), *own.plan.routes.received.get(stage, ())):
-            yield (stage, microbatch, other + 1), earlier & PASSING
-    yield (stage, microbatch, 0), earlier & ~(0 if has_output else BITS[Op.WAIT_SEND_F] * (op is Op.WAIT_EVICT))
-    yield (stage, microbatch, part), EARLIER_OF_PART[op]
-    if op in COMPUTE:
-        yield (stage, own.plan.flow.previous(op, stage)[microbatch], 0), KIN.get(op, 0)
-        for other in range(1, num_parts + 1):  # what has moved by itself
-            yield (stage, microbatch, other), EARLIER_OF_PART[op]
-    for near in _neighbours(own, stage):
-        handed_over = (op is Op.F and near < stage) or (op is Op.WAIT_EVICT and near > stage and has_output)
-        yield (near, microbatch, 0), BITS[Op.F] * handed_over | BACKWARDS * (op in BACKWARD and near > stage)
+def _handed(own: RankIndex, end: End) -> Iterator[Kind]:
+    """Yield the computations at the other end of an edge, if they are on this rank, too."""
+    if end.stage in own.stages:
+        yield from ((half, end.stage, 0) for half in HALVES[Op(end.op)])
 
 
 def overlapped(own: RankIndex) -> Iterator[Finding]:
@@ -156,8 +135,15 @@ def recomputed(own: RankIndex) -> Iterator[Finding]:
     """Check that recomputed microbatches run on a stage whose neighbours are on other ranks."""
     for index in sorted(index for kind, found in own.at.items() if kind[0] is Op.R for index in found.values()):
         action = own.lane[index]
-        if _neighbours(own, action.stage) or action.stage in own.plan.routes.shared:
+        if _shares_memory(own, action.stage):
             yield own.place(index), f"{own.show(action)} recomputes a stage that shares memory with another one of rank {own.rank}"
+
+
+def _shares_memory(own: RankIndex, stage: int) -> bool:
+    """Return whether a stage hands tensors over to another one of its rank, without a message."""
+    flow, turns = own.flow, own.flow.turns_of(stage)
+    ends = (end for find in (flow.needs, flow.gives) for turn in turns for end in find(Op.F, stage, turn))
+    return any(end.stage != stage and end.stage in own.stages for end in ends)
 
 
 def local(own: RankIndex) -> Iterator[Finding]:
@@ -179,11 +165,9 @@ def local(own: RankIndex) -> Iterator[Finding]:
 
 def twins(own: RankIndex) -> Iterator[Finding]:
     """Check that each stage with a twin exchanges its gradients with it once, after its last backward, and adds them up."""
-    if own.plan.directions == 1:
-        return
-    expected = (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD) if own.plan.has_backward else ()
-    seen: dict[int, list[Op]] = {stage: [] for stage in own.stages}
-    for index, action in enumerate(own.lane[: own.num_computing]):
+    expected = (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD)
+    seen: dict[int, list[Op]] = {stage: [] for stage in own.stages if stage in own.flow.twins}
+    for index, action in enumerate(own.lane[: own.num_computing] if seen else ()):
         done = seen.get(action.stage, [])
         if action.op in SHARDING and action.peer is not None:
             if action.op not in expected[len(done) : len(done) + 1]:

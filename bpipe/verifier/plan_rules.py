@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import cache, partial
+from typing import Any
 
-from bpipe.plan.action import HOST, MESSAGES, POSTS, RECEIVES, SENDS, SERVED, Action, Channel, Op, Purpose, unit_text
+from bpipe.plan.action import HOST, POSTS, RECEIVES, SENDS, SERVED, Action, Channel, Op, Purpose, unit_text
 from bpipe.plan.order import run_greedily
 from bpipe.plan.plan import Plan
-from bpipe.plan.sizes import MOST_PARTS
-from bpipe.verifier.rank_index import Finding
+from bpipe.plan.roles import Roles
+from bpipe.verifier.rank_index import Finding, Kind
 
 __all__: list[str] = []
 
@@ -22,45 +23,50 @@ def _matched(plan: Plan) -> Iterator[Finding]:
     """Check that the k-th send of a channel names the same message as its k-th receive."""
     sent: dict[Channel, array[int]] = {}
     received: dict[Channel, array[int]] = {}
+    names = _Names(plan)
     for rank, lane in (*enumerate(plan.actions), *enumerate(plan.served)):
-        for (op, peer), messages in _posted(plan, lane).items():
+        for (op, peer), messages in names.posted(lane).items():
             (sent if op in SENDS else received)[Action(op, 0, 0, peer=peer).channel(rank)] = messages
     none: array[int] = array("q")
     receives = cache(partial(_receives, plan))
     for channel in sent.keys() | received.keys():
         ends = sent.get(channel, none), received.get(channel, none)
         if ends[0] != ends[1]:
-            yield from _differing(plan, channel, *ends, receives)
+            yield from _differing(names, channel, *ends, receives)
 
 
-def _posted(plan: Plan, lane: tuple[Action, ...]) -> dict[tuple[Op, int | None], array[int]]:
-    """Return the sends and receives of a lane, in order, by operation and peer, as numbers that are the same on both ends.
+class _Names(dict[Kind, int]):
+    """Numbers for what transfers move, the same at both ends: each stands for the first unit, and the others follow it."""
 
-    They name the message at the boundary after a stage, or a stage's saved bytes.
-    """
-    posted: dict[tuple[Op, int | None], array[int]] = defaultdict(lambda: array("q"))
-    m, most, num_own = plan.num_units, _most(plan), plan.depth if plan.paths else plan.num_stages  # replicas have one name
-    for op, stage, microbatch, part, peer in lane:
-        before = _STAGES_BEFORE.get(op)
-        if before is not None and peer != HOST:
-            first, other = stage % num_own - before, part
-            if part and before and op in MESSAGES:  # between stages that are no neighbours: the later one names the earlier one
-                first, other = part - 1, stage + 1
-            posted[op, peer].append((first * m + microbatch) * most + other)
-    return posted
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._roles, self._numbers = plan, Roles(plan.flow), dict[Hashable, int]()
 
+    def __missing__(self, kind: Kind) -> int:
+        number = self[kind] = self._numbers.setdefault(self._roles.moved(*kind), len(self._numbers)) * self._plan.num_units
+        return number
 
-def _most(plan: Plan) -> int:
-    """Return more than any part and any stage of a plan."""
-    return max(MOST_PARTS, plan.num_stages) + 2
+    def posted(self, lane: tuple[Action, ...]) -> dict[tuple[Op, int | None], array[int]]:
+        """Return what the sends and receives of a lane move, in order, by operation and peer."""
+        posted: dict[tuple[Op, int | None], array[int]] = defaultdict(lambda: array("q"))
+        for op, stage, microbatch, part, peer in lane:
+            if op in POSTS and peer != HOST:
+                posted[op, peer].append(self[op, stage, part] + microbatch)
+        return posted
 
-
-# How many stages before the one that an action names the boundary lies that its message crosses.
-_STAGES_BEFORE = {op: int(op in (Op.RECV_F, Op.SEND_B)) for op in POSTS}
+    def tell(self, message: int, purpose: Purpose) -> str:
+        """Describe what a transfer moves."""
+        number, unit = divmod(message, self._plan.num_units)
+        moved: Any = next(moved for moved, other in self._numbers.items() if other == number)
+        name = f"microbatch {unit_text(unit, self._plan.slices)} of stage"
+        if purpose not in (Purpose.FORWARD, Purpose.BACKWARD):
+            stage, part = moved
+            return f"part {part} of {name} {stage}" if part else f"{name} {stage}"
+        is_aside, ends = moved
+        return f"{name} {min(ends)} to stage {max(ends)}" if is_aside else f"{name} {min(ends)}"
 
 
 def _differing(
-    plan: Plan, channel: Channel, sent: array[int], received: array[int], receives: Callable[[int, bool], _Receives]
+    names: _Names, channel: Channel, sent: array[int], received: array[int], receives: Callable[[int, bool], _Receives]
 ) -> Iterator[Finding]:
     """Yield the first message at which the two ends of a channel disagree."""
     name = f"{channel.purpose.value} channel {channel.src} -> {channel.dst}"
@@ -68,19 +74,10 @@ def _differing(
         yield None, f"{name} sends {len(sent)} messages and receives {len(received)}"
     k = next((k for k, pair in enumerate(zip(sent, received)) if pair[0] != pair[1]), None)
     if k is not None:
-        a, b = (_tell(plan, messages[k], channel.purpose) for messages in (sent, received))
+        a, b = (names.tell(messages[k], channel.purpose) for messages in (sent, received))
         served = channel.purpose is Purpose.EVICT
         place = channel.dst, served, receives(channel.dst, served)[channel][k]
         yield place, f"{name}: message {k} is sent as {a} and received as {b}"
-
-
-def _tell(plan: Plan, message: int, purpose: Purpose) -> str:
-    microbatch, part = divmod(message, _most(plan))
-    stage, unit = divmod(microbatch, plan.num_units)
-    name = f"microbatch {unit_text(unit, plan.slices)} of stage {stage}"
-    if purpose in (Purpose.FORWARD, Purpose.BACKWARD):
-        return f"{name} to stage {part - 1}" if part else name
-    return f"part {part} of {name}" if part else name
 
 
 def _receives(plan: Plan, rank: int, served: bool) -> _Receives:
@@ -112,10 +109,10 @@ def _positions(plan: Plan, rank: int, served: bool) -> dict[Action, int]:
 def _meeting(plan: Plan) -> Iterator[Finding]:
     """Check that two ranks exchange the gradients of their stages in the same order."""
     exchanges: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for rank, lane in enumerate(plan.actions if plan.directions > 1 else ()):
+    for rank, lane in enumerate(plan.actions if plan.flow.sums else ()):
         for op, stage, _, _, peer in lane:
             if op is Op.REDUCE_GRAD and peer is not None:
-                exchanges[rank, peer].append(stage % plan.depth)
+                exchanges[rank, peer].append(plan.flow.parts[stage])
     for (rank, peer), stages in exchanges.items():
         if rank < peer and stages != exchanges[peer, rank]:
             order = f"those of stages {stages}, and rank {peer} those of {exchanges[peer, rank]}"

@@ -2,121 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import filterfalse
-from operator import itemgetter
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
-from bpipe.passes.communicate import received_by, sent_by
-from bpipe.plan.action import COMPUTE, HOST, MESSAGES, SERVED, SHARDING, WAIT_OF, Action, Op, PartKey, unit_text
-from bpipe.plan.plan import Plan
-from bpipe.verifier.rank_index import Finding, RankIndex, mask, ops_in
+from bpipe.plan.action import COMPUTE, HOST, MESSAGES, SERVED, SHARDING, Action, Op, PartKey, unit_text
+from bpipe.verifier.rank_index import Finding, Kind, RankIndex, mask, ops_in
 
 __all__: list[str] = []
 
 EVICTION = frozenset({Op.EVICT, Op.WAIT_EVICT, Op.LOAD, Op.WAIT_LOAD})
 IN_PARTS = EVICTION | SERVED | {Op.F, Op.B}
-NEIGHBOURS = {
-    op: offset
-    for start, offset in ((Op.SEND_F, 1), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 1))
-    for op in (start, WAIT_OF[start])
-}
-NOWHERE = -2
 EXCHANGE = frozenset({Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD})
-WithPeer = tuple[Op, int, int | None]
-_WITH_PEER: Callable[[Action], WithPeer] = itemgetter(0, 1, 4)  # an action's operation, stage and peer
+NO_RANK = -1
 
 
 def belongs(own: RankIndex) -> Iterator[Finding]:
     """Check that each action occurs once, on its stage's rank, in the lane of its kind, and that transfers name the right peer."""
-    plan = own.plan
-    peers = {(op, stage): _peer(plan, op, stage) for op in (*COMPUTE, *SHARDING, *NEIGHBOURS) for stage in own.stages}
-    if plan.directions == 1:
-        peers = {kind: peer for kind, peer in peers.items() if kind[0] is not Op.WAIT_REDUCE_GRAD}
     for index in own.repeated:
         yield own.place(index), f"{own.show(own.lane[index])} stands a second time"
-    lanes: list[Iterable[Action]] = [plan.actions[own.rank], plan.served[own.rank]]
-    if plan.skips or plan.paths:  # these messages have rules of their own
-        lanes = [filterfalse(_is_routed if plan.paths else _is_of_skips, lane) for lane in lanes]
-    computing, serving = (set(map(_WITH_PEER, lane)) for lane in lanes)
-    kinds = computing | serving
-    odd = {kind for kind in kinds if kind[2] != peers.get(kind[:2], NOWHERE) and not _moves_as_one(own, kind, kinds)}
-    is_mixed = any(op in SERVED for op, _, _ in computing) or any(op not in SERVED for op, _, _ in serving)
-    for index, action in enumerate(own.lane if odd or is_mixed else ()):
+    is_odd = not all(_are_right(own, kind, found) for kind, found in own.at.items())
+    for index, action in enumerate(own.lane):
+        if not is_odd and action[0] not in SHARDING:
+            continue
         if own.is_served(index) is not (action[0] in SERVED):
             yield own.place(index), f"{own.show(action)} stands in the wrong lane"
-        if odd and _WITH_PEER(action) in odd and not _is_moved(own, action):
-            yield own.place(index), _misplaced(own, action)
+        rank, peer = _expected(own, action)
+        if (own.rank, action.peer) != (rank, peer):
+            expected = f"expected rank {rank} and {_named(peer)}"
+            yield own.place(index), f"{own.show(action)} on rank {own.rank} with {_named(action.peer)}: {expected}"
 
 
-def whole(own: RankIndex) -> Iterator[Finding]:
-    """Check that computations are of whole microbatches: only their activations may move in parts."""
-    for op, stage, part in sorted(kind for kind in own.at if kind[2] and (kind[0] in COMPUTE or kind[0] is Op.R)):
-        for index in own.at[op, stage, part].values():
-            action = own.show(own.lane[index])
-            yield own.place(index), f"{action} computes a part of a microbatch, of which only activations move in parts"
+def _are_right(own: RankIndex, kind: Kind, found: Mapping[int, int]) -> bool:
+    """Return whether all actions of a kind belong where they stand; False if that is to be seen one by one."""
+    op, stage, part = kind
+    is_served = op in SERVED
+    if op in SHARDING:
+        return True  # these are few, and are seen one by one anyway
+    if any((index >= own.num_computing) is not is_served for index in found.values()):
+        return False
+    owner, peers = own.plan.stage_ranks[stage], {own.lane[index][4] for index in found.values()}
+    if is_served or owner != own.rank:
+        return is_served and peers == {owner} and owner != own.rank
+    if op in EVICTION:
+        evicted = own.at[Op.EVICT, stage, part].values()
+        return peers == {own.lane[index][4] for index in evicted} and len(peers) == 1 and _is_acceptor(own, *peers)
+    if op in MESSAGES:
+        return {own.messages[stage, turn].get((op, part)) for turn in own.flow.turns_of(stage)} == peers
+    return peers == {None}
 
 
-def _moves_as_one(own: RankIndex, kind: WithPeer, kinds: set[WithPeer]) -> bool:
-    """Return whether all moves of a kind are right, because the moves of the stage have one peer, and the right one."""
-    op, stage, peer = kind
+def _expected(own: RankIndex, action: Action) -> tuple[int, int | None]:
+    """Return the rank on which an action belongs, and its peer."""
+    op, stage, unit, part, peer = action
     owner = own.plan.stage_ranks[stage]
     if op in SERVED:
-        return peer == owner != own.rank
-    is_valid = peer is not None and HOST <= peer < own.plan.num_ranks and peer != own.rank
-    return (
-        op in EVICTION and owner == own.rank and is_valid and {k[2] for k in kinds if k[0] in EVICTION and k[1] == stage} == {peer}
-    )
+        return (own.rank if owner != own.rank else NO_RANK), owner
+    if op in EVICTION:
+        acceptor = own.acceptor(action.part_key)
+        return (owner if peer is not None else NO_RANK), acceptor if _is_acceptor(own, acceptor) else None
+    if op in EXCHANGE:
+        twin = own.flow.twins.get(stage)
+        if twin is not None:
+            return owner, own.plan.stage_ranks[twin]
+        return (owner if op is Op.REDUCE_GRAD else NO_RANK), None
+    if op in MESSAGES:
+        return owner, own.messages.get((stage, own.flow.turn_of(unit)), {}).get((op, part))
+    return owner, None
 
 
-def _peer(plan: Plan, op: Op, stage: int) -> int | None:
-    """Return the rank at the other end of a message between stages, or between twins; None if there is none."""
-    other = plan.twin(stage) if op in EXCHANGE else plan.neighbour(stage, NEIGHBOURS[op]) if op in NEIGHBOURS else None
-    return None if other is None else plan.stage_ranks[other]
-
-
-def _is_moved(own: RankIndex, action: Action) -> bool:
-    """Return whether an eviction's or an acceptor's action is on the right rank and names the right peer."""
-    owner = own.plan.stage_ranks[action.stage]
-    if action.op in SERVED:
-        return action.peer == owner != own.rank
-    return action.op in EVICTION and owner == own.rank and action.peer is not None and action.peer == _acceptor(own, action)
-
-
-def _acceptor(own: RankIndex, action: Action) -> int | None:
-    """Return the rank to which a part is evicted, or HOST; None if that is not a valid acceptor."""
-    acceptor = own.acceptor(action.part_key)
-    return acceptor if acceptor is not None and HOST <= acceptor < own.plan.num_ranks and acceptor != own.rank else None
-
-
-def _misplaced(own: RankIndex, action: Action) -> str:
-    owner = own.plan.stage_ranks[action.stage]
-    rank, peer = owner, _peer(own.plan, action.op, action.stage)
-    if action.op in SERVED:
-        rank, peer = own.rank if owner != own.rank else -1, owner
-    elif action.op in EVICTION:
-        peer = _acceptor(own, action)
-    return f"{own.show(action)} on rank {own.rank} with {_named(action.peer)}: expected rank {rank} and {_named(peer)}"
+def _is_acceptor(own: RankIndex, rank: int | None) -> bool:
+    """Return whether this rank can evict to another one, or to the host."""
+    return rank is not None and HOST <= rank < own.plan.num_ranks and rank != own.rank
 
 
 def _named(peer: int | None) -> str:
     return "no peer" if peer is None else "the host" if peer == HOST else f"peer {peer}"
 
 
+def whole(own: RankIndex) -> Iterator[Finding]:
+    """Check that computations are of whole microbatches: only their activations may move in parts."""
+    for op, stage, part in sorted(kind for kind in own.at if kind[2] and kind[0] in COMPUTE):
+        for index in own.at[op, stage, part].values():
+            action = own.show(own.lane[index])
+            yield own.place(index), f"{action} computes a part of a microbatch, of which only activations move in parts"
+
+
 def complete(own: RankIndex) -> Iterator[Finding]:
-    """Check that every microbatch runs forward and backward on every stage, with all transfers, and that evictions return."""
-    sets = {stage: [mask(ops) for ops in _complete_sets(own.plan, stage)] for stage in own.stages}
-    for stage, accepted in sets.items():
-        for microbatch, found in enumerate(own.present[stage, 0]):
-            if found not in accepted and own.plan.passes(stage, microbatch):
-                yield from _lacking(own, (stage, microbatch, 0), accepted)
-            elif found and not own.plan.passes(stage, microbatch):
-                yield from _lacking(own, (stage, microbatch, 0), [0])
+    """Check that every microbatch runs where the flow says, with all its messages, and that evictions return."""
+    slices, period = own.flow.slices, own.flow.period
+    for stage in own.stages:
+        accepted = {turn: _complete_sets(own, stage, turn) for turn in own.flow.turns_of(stage)}
+        for unit, found in enumerate(own.present[stage, 0]):
+            if found not in (sets := accepted.get(unit // slices % period, [0])):
+                yield from _lacking(own, (stage, unit, 0), sets)
     for (stage, part), bits in own.present.items():
-        for microbatch, found in enumerate(bits) if part or stage not in sets else ():
-            if stage in sets:
-                yield from _moves_once(own, (stage, microbatch, part), found & ~mask(COMPUTE | MESSAGES))
+        for unit, found in enumerate(bits) if part or stage not in own.stages else ():
+            if stage in own.stages:
+                yield from _moves_once(own, (stage, unit, part), found & ~mask(COMPUTE | MESSAGES))
             elif found not in (0, mask(SERVED)):
-                yield from _lacking(own, (stage, microbatch, part), [mask(SERVED)])
+                yield from _lacking(own, (stage, unit, part), [mask(SERVED)])
+    yield from _aside(own)
+
+
+def _complete_sets(own: RankIndex, stage: int, turn: int) -> list[int]:
+    """Return the operations that complete a microbatch of a stage: a whole or split backward; kept, moved or recomputed."""
+    messages = mask(op for op, part in own.messages[stage, turn] if not part)
+    has_backward = own.flow.has_backward
+    backwards = [frozenset({Op.B}), frozenset({Op.I, Op.W})] if has_backward else [frozenset[Op]()]
+    spared = [frozenset[Op](), EVICTION, *([frozenset({Op.R})] if has_backward else [])]
+    return [mask({Op.F, *backward, *how}) | messages for backward in backwards for how in spared]
 
 
 def _moves_once(own: RankIndex, which: PartKey, found: int) -> Iterator[Finding]:
@@ -130,62 +124,20 @@ def _moves_once(own: RankIndex, which: PartKey, found: int) -> Iterator[Finding]
         )
 
 
-def _complete_sets(plan: Plan, stage: int) -> list[frozenset[Op]]:
-    """Return the sets of operations that complete a microbatch of a stage: a whole or split backward; kept, moved or recomputed."""
-    backwards = (frozenset({Op.B}), frozenset({Op.I, Op.W})) if plan.has_backward else (frozenset[Op](),)
-    spared = (frozenset[Op](), EVICTION, *([frozenset({Op.R})] if plan.has_backward else []))
-    return [_required(plan, stage, backward) | how for backward in backwards for how in spared]
-
-
-def _required(plan: Plan, stage: int, backward: frozenset[Op]) -> frozenset[Op]:
-    unit = next(iter(plan.flow.turns_of(stage)), 0) * plan.slices
-    computations = [Action(op, stage, unit) for op in (Op.F, *backward)]
-    transfers = [t.op for c in computations for t in (*received_by(plan, c), *sent_by(plan, c)) if not t.part]
-    return frozenset({Op.F, *backward, *transfers, *(WAIT_OF[op] for op in transfers)})
-
-
-def skipping(own: RankIndex) -> Iterator[Finding]:
-    """Check that each microbatch has the messages that the plan's skips ask for, with the right peers, and no others."""
-    plan = own.plan
-    ends = ((plan.routes.sent, (Op.SEND_F, Op.RECV_B)), (plan.routes.received, (Op.RECV_F, Op.SEND_B)))
-    expected = {
-        (stage, other + 1): mask(op for start in starts[: 1 + plan.has_backward] for op in (start, WAIT_OF[start]))
-        for others, starts in ends
-        for stage in own.stages
-        for other in others.get(stage, ())
-    }
+def _aside(own: RankIndex) -> Iterator[Finding]:
+    """Check the messages beside outputs: those that the flow asks for, and no others."""
+    expected: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # by stage and part, then turn
+    for (stage, turn), messages in own.messages.items():
+        for op, part in messages if own.flow.has_asides else ():
+            if part:
+                expected[stage, part][turn] = expected[stage, part].get(turn, 0) | mask({op})
     found = {(stage, part) for op, stage, part in own.at if part and op in MESSAGES and stage in own.stages}
     for stage, part in sorted(expected.keys() | found):
-        for unit in range(plan.num_units):
-            right = expected.get((stage, part), 0) * plan.passes(stage, unit)
-            if (there := own.there((stage, unit, part))) & mask(MESSAGES) != right:
+        right_of = expected.get((stage, part), {})
+        for unit, there in enumerate(own.present[stage, part]):
+            right = right_of.get(own.flow.turn_of(unit), 0)
+            if there & mask(MESSAGES) != right:
                 yield from _lacking(own, (stage, unit, part), [right | there & ~mask(MESSAGES)])
-    for index, action in enumerate(own.lane if found else ()):
-        if _is_of_skips(action) and (action.peer != plan.stage_ranks[action.part - 1] or own.is_served(index)):
-            rank = plan.stage_ranks[action.part - 1]
-            yield own.place(index), f"{own.show(action)} with {_named(action.peer)}: stage {action.part - 1} is on rank {rank}"
-
-
-def routed(own: RankIndex) -> Iterator[Finding]:
-    """Check that each message goes to, and comes from, the stage before or behind on the path of its microbatch."""
-    plan = own.plan
-    for index, action in enumerate(own.lane if plan.paths else ()):
-        if not _is_routed(action):
-            continue
-        expected = plan.neighbour(action.stage, NEIGHBOURS[action.op], action.microbatch)
-        if own.is_served(index) or action.stage not in own.stages or expected is None or action.peer != plan.stage_ranks[expected]:
-            where = "nowhere" if expected is None else f"to stage {expected} on rank {plan.stage_ranks[expected]}"
-            yield own.place(index), f"{own.show(action)} on rank {own.rank} with {_named(action.peer)}: the path leads {where}"
-
-
-def _is_routed(action: Action) -> bool:
-    """Return whether an action is one end of a message between stages."""
-    return action[0] in MESSAGES
-
-
-def _is_of_skips(action: Action) -> bool:
-    """Return whether an action is one end of a message between stages that are no neighbours."""
-    return action[3] != 0 and action[0] in MESSAGES
 
 
 def _lacking(own: RankIndex, which: PartKey, complete: list[int]) -> Iterator[Finding]:

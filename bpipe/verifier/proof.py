@@ -14,7 +14,7 @@ from bpipe.plan.text import wrong_with_name
 from bpipe.skips.routes import wrong_with
 from bpipe.verifier.order_rules import local, ordered, overlapped, recomputed, sharded, twins
 from bpipe.verifier.plan_rules import RULES_OF_ALL
-from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete, routed, skipping, whole
+from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete, whole
 from bpipe.verifier.rank_index import Finding, Place, RankIndex, Rule
 
 __all__ = ["Violation", "verify"]
@@ -48,8 +48,6 @@ def _within(own: RankIndex, meter: Meter, idle: int, budget: int | None, unit: s
 RULES_OF_A_RANK: dict[str, Rule] = {
     "belongs": belongs,
     "complete": complete,
-    "skipping": skipping,
-    "routed": routed,
     "ordered": ordered,
     "whole": whole,
     "overlapped": overlapped,
@@ -118,7 +116,7 @@ def violations_of(plan: Plan) -> Iterator[Violation]:
             return
         violations += (Violation(name, *found) for name, rule in RULES_OF_A_RANK.items() for found in rule(own))
     yield from violations
-    if not any(violation.rule in ("belongs", "complete", "skipping", "routed", "overlapped") for violation in violations):
+    if not any(violation.rule in ("belongs", "complete", "overlapped") for violation in violations):
         for name, whole in RULES_OF_ALL.items():
             yield from (Violation(name, place, text) for place, text in whole(plan))
 

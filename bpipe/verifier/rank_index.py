@@ -1,4 +1,4 @@
-"""An index of one rank's actions, made once for all rules that concern a single rank."""
+"""An index of one rank's actions, made once for all rules that concern a single rank, and what the plan's flow expects of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
-from bpipe.plan.action import SHARDING, Action, Op, OpKey, PartKey
+from bpipe.passes.communicate import received_by, sent_by
+from bpipe.plan.action import SHARDING, WAIT_OF, Action, Op, OpKey, PartKey
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
@@ -32,6 +33,7 @@ class RankIndex:
 
     def __init__(self, plan: Plan, rank: int, stages: Sequence[int]) -> None:
         self.plan, self.rank, self.stages = plan, rank, dict.fromkeys(stages)  # in order, and found at once
+        self.flow = plan.flow
         self.lane = (*plan.actions[rank], *plan.served[rank])
         self.num_computing = len(plan.actions[rank])
         self.at: defaultdict[Kind, dict[int, int]] = defaultdict(dict)  # where each microbatch stands in `lane`
@@ -54,9 +56,28 @@ class RankIndex:
         return present
 
     def there(self, which: PartKey) -> int:
-        """Return the operations on a part of a microbatch; none for microbatch -1."""
+        """Return the operations on a part of a microbatch."""
         stage, microbatch, part = which
-        return self.present[stage, part][microbatch] if microbatch >= 0 else 0
+        return self.present[stage, part][microbatch]
+
+    @cached_property
+    def messages(self) -> dict[tuple[int, int], dict[tuple[Op, int], int]]:
+        """What the flow expects, by stage and turn: the messages with other ranks, by operation and part, and the rank of each."""
+        expected: dict[tuple[int, int], dict[tuple[Op, int], int]] = {}
+        for stage in self.stages:
+            for turn in self.flow.turns_of(stage):
+                found = expected[stage, turn] = {}
+                for op in (Op.F, Op.B):
+                    for action in self.transfers(op, stage, turn):
+                        assert action.peer is not None
+                        found |= {(one, action.part): action.peer for one in (action.op, WAIT_OF[action.op])}
+        return expected
+
+    def transfers(self, op: Op, stage: int, turn: int) -> Iterator[Action]:
+        """Yield the messages before and behind a computation, for the first unit of a turn."""
+        action = Action(op, stage, turn * self.flow.slices)
+        yield from received_by(self.plan, action)
+        yield from sent_by(self.plan, action)
 
     def acceptor(self, which: PartKey) -> int | None:
         """Return the peer to which a part is evicted, or None."""
