@@ -26,7 +26,7 @@ from bpipe.estimate.calibrate import calibrated
 from bpipe.partition import LayerCost, choose_stages
 from bpipe.partition.cut_search import even, pieces
 from bpipe.partition.layers import Chain
-from bpipe.schedules import Costs, Link, Plan, build, simulate
+from bpipe.schedules import Amount, Costs, Link, Plan, build, simulate
 from bpipe.search.fastest import searched
 from bpipe.search.setting import Setting
 from bpipe.search.within import kept_within
@@ -107,7 +107,7 @@ class Stages(NamedTuple):
     def setting(self, budget: int | None, **ways: bool) -> Setting:
         """These stages within a budget of each rank."""
         sizes = sizes_of(self.plan, self.costs, 1)
-        last = replace(sizes.stages[-1], sent=self.result_bytes)
+        last = sizes.stages[-1].with_amounts(Amount("out", self.result_bytes))
         return Setting(costs=self.costs, sizes=replace(sizes, stages=(*sizes.stages[:-1], last)), budgets=(budget,) * P, **ways)
 
 

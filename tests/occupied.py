@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 from bpipe.engine.run import Observer
 from bpipe.plan.action import SERVED
 from bpipe.schedules import Action, Plan
-from bpipe.skips.holds import changes
 from tests.storages import StorageCount
 
 
@@ -125,9 +124,9 @@ class Counting(Observer):
 def planned(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
     """What a plan's list comes to during each action, and behind it."""
     meter, live, twice = plan.meter(), 0, plan.recomputed(rank)
-    begun, ended = changes(plan.actions[rank], meter.holds) if meter.holds else ({}, {})
+    begun, ended = meter.held(plan.actions[rank])
     for index, action in enumerate(plan.actions[rank]):
-        takes, gives = meter.recomputed if action[1:3] in twice else meter.usual
-        during = live + begun.get(index, 0) + (takes[action.op](action) if action.op in takes else 0)
-        live = during - ended.get(index, 0) - (gives[action.op](action) if action.op in gives else 0)
+        takes, gives = meter.change(action, again=action.key in twice)
+        during = live + begun.get(index, 0) + takes
+        live = during - ended.get(index, 0) - gives
         yield during, live

@@ -121,7 +121,7 @@ def assert_peaks(schedules: list[Any], counts: list[Counting], *, messages: int 
         assert stats["host_peak_bytes"] == stats["predicted_host_peak_bytes"] == plan.host_bytes(rank)
         own = [sizes for sizes, owner in zip(plan.sizes.stages, plan.stage_ranks, strict=True) if owner == rank]
         uncounted = stats["device_peak_bytes"] - stats["static_bytes"] - count.peak
-        assert 0 <= uncounted <= messages * max(sizes.received + sizes.sent for sizes in own)
+        assert 0 <= uncounted <= messages * max(sizes["in"].num_bytes + sizes["out"].num_bytes for sizes in own)
 
 
 @cache

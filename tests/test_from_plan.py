@@ -14,6 +14,7 @@ from bpipe.api.report import Report
 from bpipe.errors import CommError, ConfigurationError, PlanError, StageError, printable
 from bpipe.schedules import Plan, StageSizes, build
 from bpipe.schedules.by_name import forward_plan
+from tests.amounts import amounts, changed
 from tests.models import batch_of, modules_of, mse, single_process
 from tests.tiers import examples
 
@@ -92,7 +93,7 @@ def test_a_plan_for_other_stages_or_without_backwards_is_refused():
 
 
 SIZES = st.builds(
-    lambda parts, fixed, sent: StageSizes(parts=tuple(parts), fixed=fixed, sent=sent),
+    lambda parts, fixed, sent: StageSizes(parts=tuple(parts), fixed=fixed, amounts=amounts(sent=sent)),
     st.lists(st.integers(0, 2**40), min_size=1, max_size=4),
     st.integers(0, 2**40),
     st.integers(0, 2**40),
@@ -147,7 +148,8 @@ def test_an_eviction_larger_than_the_plan_s_sizes_is_refused_by_its_sender(scale
     sizes = replace(
         found,
         stages=tuple(
-            replace(one, parts=tuple(int(n * scale) for n in one.parts), kept_sent=0, kept_received=0) for one in found.stages
+            replace(changed(one, kept_sent=0, kept_received=0), parts=tuple(int(n * scale) for n in one.parts))
+            for one in found.stages
         ),
     )
     loopback, modules = bpipe.Loopback(P), modules_of("quiet", P)

@@ -128,8 +128,9 @@ OF_TORCH_ITSELF = {"Pipe", "SplitPoint", "TensorChunkSpec", "build_stage", "pipe
 
 OF_TORCH_ALONE = {"backward_requires_autograd", "defer_pp_recv", *OPTIONS}
 PURE_CLASSES = [
-    *("Action", "Channel", "Costs", "Destinations", "Filling", "Gap", "Holding", "Lane", "Link", "Op", "Placement", "Plan"),
-    *("Purpose", "Rule", "Sizes", "SkipSizes", "Span", "StageSizes", "Timeline"),
+    *("Action", "Amount", "Channel", "Costs", "Destinations", "Filling", "Gap", "Holding", "Lane", "Link", "Op", "Placement"),
+    "Plan",
+    *("Purpose", "Rule", "Sizes", "Span", "StageSizes", "Timeline"),
 ]
 
 PURE_FUNCTIONS = [

@@ -144,7 +144,8 @@ def test_what_was_not_constructed_prints_too(kind: type) -> None:
 
 def test_a_plan_that_breaks_rules_prints_too() -> None:
     plan = build("1f1b", 2, 2)
-    for wrong in (replace(plan, stage_ranks=()), replace(plan, actions=plan.actions[:1]), replace(plan, slots=())):
+    lost = replace(plan, flow=replace(plan.flow, stage_ranks=()))
+    for wrong in (lost, replace(plan, actions=plan.actions[:1]), replace(plan, slots=())):
         assert repr(wrong).startswith("Plan(")
     assert isinstance(plan, Plan)
 

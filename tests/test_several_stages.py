@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 
 import bpipe
 from bpipe.errors import ConfigurationError
+from bpipe.flow.shaping import shaped
 from bpipe.schedules import Action, Op, Plan, finish
 from tests.models import held_by, mse
 from tests.ranks import run_ranks
@@ -118,7 +119,7 @@ class OutOfTurn(bpipe.Interleaved1F1B):
         computations = tuple(tuple(map(Action.parse, lane.split())) for lane in lanes)
         empty, none = ((),) * 2, (None,) * 2
         return finish(
-            Plan(name="by_hand", num_microbatches=2, stage_ranks=(0, 1, 0, 1), actions=computations, served=empty, slots=none)
+            Plan(name="by_hand", flow=shaped(None, "chain", (0, 1, 0, 1), 2), actions=computations, served=empty, slots=none)
         )
 
 

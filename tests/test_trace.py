@@ -89,7 +89,7 @@ def check_order(timeline: Measured) -> None:
         if action.op in WAIT_OF:
             assert sent.end_s == waits[rank, (WAIT_OF[action.op], *action[1:4])].end_s
         if action.op in RECEIVER_OF and action.peer != HOST:
-            op, offset = RECEIVER_OF[action.op]
+            op, offset = RECEIVER_OF[action.op], {Op.SEND_F: 1, Op.SEND_B: -1}.get(action.op, 0)
             end_s = waits[action.peer, (WAIT_OF[op], action.stage + offset, *action[2:4])].end_s
             assert sent.begin_s <= end_s + error_s(rank, action.peer)
     for microbatch in range(plan.num_microbatches):

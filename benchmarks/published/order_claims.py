@@ -21,7 +21,7 @@ def timeline(schedule: str, p: int, m: int, stages_per_rank: int = 1) -> Timelin
     In a schedule of two directions a rank has the stages of both, each of which takes half of the microbatches.
     """
     plan = build(schedule, p * stages_per_rank, m, num_ranks=p)
-    return simulate(plan, of_chunks(stages_per_rank // plan.directions))
+    return simulate(plan, of_chunks(plan.depth // plan.num_ranks))
 
 
 def step(schedule: str, p: int, m: int, stages_per_rank: int = 1) -> float:

@@ -12,6 +12,7 @@ from bpipe.api.options import RUNNING, SLICING, Options, options_for
 from bpipe.api.schedule import Schedule
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Plan, verify
+from bpipe.skips.routes import skips_of
 from bpipe.slices.positions import numbers_of
 
 __all__ = [
@@ -240,9 +241,9 @@ class FromPlan(_Slices):
             raise ConfigurationError(
                 f"plan {plan.name!r} is for {plan.num_stages} stages on {plan.num_ranks} ranks, but these are {num_stages} stages"
             )
-        if plan.skips != self._skips:
+        if (found := skips_of(plan.flow)) != self._skips:
             raise ConfigurationError(
-                f"plan {plan.name!r} has the skips {plan.skips!r:.200}, and its stages have {self._skips!r:.200}: build the plan "
+                f"plan {plan.name!r} has the skips {found!r:.200}, and its stages have {self._skips!r:.200}: build the plan "
                 "with build(..., skips=stage.skips.values())"
             )
         return plan

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from bpipe.memory.ledger import Key
 from bpipe.memory.recent import Recent
 from bpipe.memory.saved.footprint import Footprint, covering, largest_of, with_margin
-from bpipe.schedules import Plan, StageSizes
+from bpipe.plan.sizes import GRADIENTS, Amount, StageSizes
+from bpipe.schedules import Plan
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
 
 __all__: list[str] = []
@@ -57,7 +58,7 @@ class Shapes:
         assert self.measured is not None, "a plan is made from measurements"
         covered = {stage: self._covered(stage, sizes) for stage, sizes in self.measured.stages.items()}
         for stage, gradients in self.measured.exchanged.items():
-            covered[stage] = tuple(replace(one, gradients=gradients) for one in covered[stage])
+            covered[stage] = tuple(one.with_amounts(Amount(GRADIENTS, gradients)) for one in covered[stage])
         return {
             stage: tuple(with_margin(one, margin) for one in sizes) if stage in self.varying else sizes
             for stage, sizes in covered.items()

@@ -17,6 +17,7 @@ from bpipe.passes.recompute import recompute, recompute_by_count
 from bpipe.plan.amounts import show_each
 from bpipe.plan.destinations import Destinations
 from bpipe.schedules import Costs, Plan, Sizes, finish
+from bpipe.skips.routes import skips_of
 
 __all__: list[str] = []
 
@@ -45,7 +46,7 @@ class Policy:
     def check(self, plan: Plan) -> None:
         """Raise unless the settings fit together, and fit a plan."""
         check_choice("by", self.by, get_args(Way))
-        if plan.local and self.by != "evict":
+        if plan.flow.arguments("local") is not None and self.by != "evict":
             raise ConfigurationError(
                 f"{plan.name} holds one microbatch at a time on each rank, so none can wait to be recomputed: leave by= out, and "
                 "use torch.utils.checkpoint inside a stage to keep less of that one"
@@ -57,7 +58,7 @@ class Policy:
         self._check_budget(plan.num_ranks)
         if self.costs is not None:
             self.costs.check(plan)
-        if plan.skips and self.budget is not None and self.by != "evict":
+        if skips_of(plan.flow) and self.budget is not None and self.by != "evict":
             raise ConfigurationError(
                 f"by={self.by!r} counts no bytes of skips: give budget=None to count microbatches, or by='evict'"
             )

@@ -22,11 +22,13 @@ from bpipe.memory.ledger import Ledger
 from bpipe.model.call import Call, Specs
 from bpipe.model.stage import PipelineStage, stages_of
 from bpipe.not_copied import NotCopied
+from bpipe.parallel.directions import directions_of, paths_of
 from bpipe.schedules import Plan, build
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import PlanSource
 from bpipe.session.session import Session
 from bpipe.session.side_by_side import Overlap, SideBySide
+from bpipe.skips.routes import skips_of
 from bpipe.slices.protocol import check_takes_slices, takes_past
 from bpipe.slices.slicing import Slicing
 
@@ -105,6 +107,7 @@ class Schedule(NotCopied, TorchAttributes):
         plan = self._make_plan(first.num_stages, first.num_stages // len(stages), n_microbatches)
         slicing = self._make_slicing(plan, stages)
         self._check_directions(plan, first.directions)
+        self._check_together(plan)
         self._check_placement(plan, stages)
         self._source = PlanSource(plan, self.rule)
         self.group = group = group_or_alone(first.group, plan.num_ranks)
@@ -159,15 +162,33 @@ class Schedule(NotCopied, TorchAttributes):
         return Slicing(plan.slices, *given)
 
     def _check_directions(self, plan: Plan, directions: int) -> None:
-        if plan.directions != directions:
+        needed = directions_of(plan.flow)
+        if needed != directions:
             raise ConfigurationError(
-                f"{self.rule} has {plan.directions} direction{'s' * (plan.directions > 1)}, and its stages were made for "
-                f"{directions}: give PipelineStage(directions={plan.directions})"
+                f"{self.rule} has {needed} direction{'s' * (needed > 1)}, and its stages were made for "
+                f"{directions}: give PipelineStage(directions={needed})"
             )
-        if plan.paths:
+        if paths_of(plan.flow):
             raise ConfigurationError(f"{self.rule}: microbatches of this plan have paths through replicas, which bpipe.Routes runs")
-        if plan.directions > 1 and plan.slices > 1:
+        if needed > 1 and plan.slices > 1:
             raise ConfigurationError(f"{self.rule} has two directions and slices={plan.slices}, which no schedule runs together")
+
+    def _check_together(self, plan: Plan) -> None:
+        """Raise if a plan combines shapes that can be planned, proven and simulated together, but not run yet."""
+        has_skips, is_local = bool(skips_of(plan.flow)), plan.flow.arguments("local") is not None
+        if has_skips and plan.overlapped:
+            raise ConfigurationError(
+                f"{self.rule} runs no forward beside a backward in a model with skips: leave overlapped out"
+            )
+        if has_skips and is_local:
+            raise ConfigurationError(
+                f"{self.rule} keeps gradients in their stages, and a skip would need one that comes back from a later stage: hand "
+                "the value on with each stage's output instead, detached"
+            )
+        if is_local and (plan.slices > 1 or plan.overlapped or plan.num_stages > plan.num_ranks):
+            raise ConfigurationError(
+                f"{self.rule} keeps gradients in their stages, which takes one stage per rank, whole microbatches and no pairs"
+            )
 
     def _check_placement(self, plan: Plan, stages: Mapping[int, PipelineStage]) -> None:
         expected = plan.stages_of(plan.stage_ranks[min(stages)])

@@ -16,12 +16,14 @@ from bpipe.errors import ConfigurationError
 from bpipe.model.call import Specs
 from bpipe.model.of_torch_alone import SCHEDULE, check_missing, check_overrides
 from bpipe.model.stage import PipelineStage
+from bpipe.parallel.directions import directions_of
 from bpipe.passes.communicate import computations_only
 from bpipe.plan.plan import Plan
 from bpipe.schedules.registry import rule_named
 from bpipe.schedules.torch_csv import from_csv
 from bpipe.session.plan_source import PlanSource
 from bpipe.session.session import Session
+from bpipe.skips.routes import skips_of
 from bpipe.torch_private.distributed import action_of
 from bpipe.torch_private.release import release
 from bpipe.verifier.proof import verify
@@ -30,6 +32,13 @@ from bpipe.whole_file import write_whole
 __all__: list[str] = []
 
 CsvFormat = Literal["compute_only", "compute_comms"]
+FIXED: dict[str, Callable[[Plan], object]] = {  # what a schedule was constructed for
+    "stage_ranks": lambda plan: plan.stage_ranks,
+    "slices": lambda plan: plan.slices,
+    "directions": lambda plan: directions_of(plan.flow),
+    "skips": lambda plan: skips_of(plan.flow),
+    "local": lambda plan: plan.flow.arguments("local") is not None,
+}
 WANTS_SEND_WAITS = release() >= (2, 15)  # torch adds them itself before
 
 
@@ -193,8 +202,8 @@ class TorchAttributes:
         kind = type(self).__name__
         if any(slots is not None for slots in self.plan.slots) and all(slots is None for slots in plan.slots):
             raise ConfigurationError(f"{kind} keeps to slots, which a CSV cannot say: leave Options(slots=) out, or use FromCSV")
-        for what in ("stage_ranks", "slices", "directions", "skips", "local"):  # what the schedule was constructed for
-            old, new = getattr(self.plan, what), getattr(plan, what)
+        for what, of in FIXED.items():
+            old, new = of(self.plan), of(plan)
             if new != old:
                 raise ConfigurationError(f"the plan has {what}={new}, and {kind} was made with {old}: use FromPlan")
         with session.guard.entered():

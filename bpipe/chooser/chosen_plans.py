@@ -39,6 +39,7 @@ from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
 from bpipe.simulator.simulation import simulate
+from bpipe.skips.routes import skips_of
 from bpipe.tools.chrome import Origin, lines
 from bpipe.tools.chrome_read import joined, parse
 from bpipe.tools.measured import Measured
@@ -304,9 +305,8 @@ class ChosenPlans(MeasuredPlans):
             choice = Choice.from_json(answer.choice)
             try:
                 verify(choice.plan)
-                same = (choice.plan.stage_ranks, choice.plan.num_microbatches, choice.plan.slices, choice.plan.skips)
-                if same != (self._base.stage_ranks, self._base.num_microbatches, self._base.slices, self._base.skips):
-                    raise PlanError(f"rank 0 chose a plan for other stages or microbatches: {same!r:.200}")
+                if choice.plan.flow != self._base.flow:
+                    raise PlanError(f"rank 0 chose a plan for other stages or microbatches: {choice.plan.flow.shapes!r:.200}")
                 over = [rank for rank, peak in enumerate(choice.plan.device_peak_bytes) if peak > (budgets[rank] or peak)]
                 if over:
                     raise PlanError(f"rank 0 chose a plan that exceeds the memory of ranks {over}")
@@ -349,7 +349,7 @@ class ChosenPlans(MeasuredPlans):
             by=wishes.by,
             schedules=(base.name,) if track.keeps_order else wishes.schedules,
             slices=(base.slices,),
-            skips=base.skips,
+            skips=skips_of(base.flow),
         )
         return choose(question, effort=0 if track.keeps_order else wishes.effort, seed=wishes.seed, progress=self._told)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from bpipe.estimate.calibrate import LINKS, SECONDS_OF, calibrated
 from bpipe.plan.plan import Plan
-from bpipe.plan.sizes import Sizes
+from bpipe.plan.sizes import OUT, Sizes
 from bpipe.simulator.costs import Costs, Link
 from bpipe.tools.measured import Measured
 
@@ -77,5 +77,5 @@ class KnownCosts:
             nodes=self.nodes,
             saved_bytes=[stage.saved for stage in sizes.stages],
             movable_bytes=[stage.movable for stage in sizes.stages],
-            output_bytes=[stage.sent for stage in sizes.stages],
+            output_bytes=[stage[OUT].num_bytes for stage in sizes.stages],
         )

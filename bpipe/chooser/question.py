@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 from bpipe.api.policy import Way
@@ -14,7 +14,7 @@ from bpipe.partition.cut_search import pieces
 from bpipe.passes.fit import Budgets
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
-from bpipe.plan.sizes import Sizes
+from bpipe.plan.sizes import OUT, Amount, Sizes
 from bpipe.schedules.rule import Placement, Rule
 from bpipe.search.setting import Setting
 from bpipe.simulator.costs import Costs
@@ -132,7 +132,7 @@ class ModelQuestion:
 def _with_results(sizes: Sizes, num_bytes: int) -> Sizes:
     """Return sizes with what the last stage returns for a microbatch, which is no message."""
     each = num_bytes // len(sizes.by_slice)
-    slices = ((*stages[:-1], replace(stages[-1], sent=each)) for stages in sizes.by_slice)
+    slices = ((*stages[:-1], stages[-1].with_amounts(Amount(OUT, each))) for stages in sizes.by_slice)
     return Sizes.of_slices(slices, static=sizes.static)
 
 

@@ -18,6 +18,7 @@ from bpipe.schedules import Op
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.session import PreparedStep, Session
+from bpipe.skips.routes import skips_of
 from bpipe.torch_private.modes import dispatch_modes
 
 __all__: list[str] = []
@@ -59,7 +60,7 @@ class DrySession(Session):
                 "a step under FakeTensorMode cannot be counted, because FakeTensors have no memory of their own: over a fake "
                 "process group use real tensors, such as small ones on the CPU"
             )
-        for what, is_there in (("slices of sequences", plan.slices > 1), ("skips between stages", bool(plan.skips))):
+        for what, is_there in (("slices of sequences", plan.slices > 1), ("skips between stages", bool(skips_of(plan.flow)))):
             if is_there:
                 raise ConfigurationError(
                     f"rank {rank} of a fake process group cannot step {self.source.rule} with {what}: no other rank says what it "

@@ -17,7 +17,7 @@ from bpipe.errors import StageError
 from bpipe.memory.ledger import Account, Key, Kind, Ledger
 from bpipe.memory.saved.attributes import kept_by_functions
 from bpipe.memory.saved.bundle import Bundle
-from bpipe.memory.saved.footprint import Footprint, covering, footprint_of, skip_sizes
+from bpipe.memory.saved.footprint import Footprint, amount_of, covering, footprint_of
 from bpipe.memory.saved.known import Known
 from bpipe.memory.saved.nodes import nodes_behind
 from bpipe.memory.saved.originals import give_originals
@@ -27,7 +27,7 @@ from bpipe.memory.saved.stash import Stash, StashContents
 from bpipe.memory.saved.storages import MessageBytes, storages_of
 from bpipe.model.microbatch import tensors_in
 from bpipe.plan.action import HOST, channel_of
-from bpipe.plan.sizes import StageSizes
+from bpipe.plan.sizes import IN, LOSS, OUT, STATE, Amount, StageSizes
 from bpipe.schedules import Action
 from bpipe.torch_private.engine_and_graph import num_nodes_made
 from bpipe.torch_private.owners_and_versions import address_of
@@ -109,7 +109,7 @@ class Evictions:
         account = _account(state)
         found = self._unfollowed(state, account, edges) if stash is None else self._followed_now(state, account, stash, edges)
         self.ledger.forward(account, found)
-        state.lent, state.skip_bytes = [], {}
+        state.lent, state.value_bytes = [], {}
         if state.left_bytes:
             self.ledger.left(-state.left_bytes)
             state.left_bytes = 0
@@ -118,7 +118,7 @@ class Evictions:
         """Enter the state that a slice has left which will run forward again, with what was measured of slices of its kind."""
         known = self._memory.kinds.get((state.stage, shapes))
         if known is not None:
-            state.left_bytes = known.footprint.sizes().state
+            state.left_bytes = known.footprint.sizes()[STATE].num_bytes
             self.ledger.left(state.left_bytes)
 
     def _unfollowed(self, state: MicrobatchState, account: Account, edges: Iterable[GradientEdge]) -> Footprint:
@@ -208,18 +208,11 @@ class Evictions:
         del message
         beside = results if results is not None and is_both else MessageBytes.of([])
         state.received_bytes = state.returned_bytes = None
-        own = contents.own
-        skips, state.skip_bytes = sorted(state.skip_bytes.items()), {}
-        return footprint_of(contents)._replace(
-            skips=tuple([skip_sizes(place, value, gradient, own, sent) for place, (value, gradient) in skips]) if skips else (),
-            parts=stash.part_sizes(contents),
-            received_bytes=received.num_bytes,
-            sent_bytes=sent.num_bytes,
-            kept_received_bytes=received.among(own),
-            kept_sent_bytes=sent.among(own),
-            results_bytes=beside.num_bytes,
-            kept_results_bytes=beside.among(own),
-        )
+        own, footprint = contents.own, footprint_of(contents)
+        messages = [Amount(name, one.num_bytes, one.among(own)) for name, one in ((IN, received), (OUT, sent), (LOSS, beside))]
+        values, state.value_bytes = sorted(state.value_bytes.items()), {}
+        messages += [amount_of(name, value, gradient, own, sent) for name, (value, gradient) in values]
+        return footprint._replace(parts=stash.part_sizes(contents), amounts=(*footprint.amounts, *messages))
 
     def predicted(self) -> dict[Key, Footprint]:
         """Return the footprint of each microbatch, assuming that it is like the measured ones of its kind."""

@@ -17,6 +17,7 @@ from bpipe.engine.traffic import Traffic
 from bpipe.errors import CommError, StageError
 from bpipe.plan.action import START_OF, WAIT_OF, channel_of
 from bpipe.schedules import Action, Channel, Op, Plan, Purpose
+from bpipe.skips.routes import routes_in
 from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
@@ -29,6 +30,7 @@ BOUNDARY = {  # the purpose of the message, and the distance from the acting sta
 }
 Boundary = tuple[Purpose, int, int, int]  # the purpose of a message, the earlier stage, the later one, the microbatch
 MessageSpecs = MutableMapping[Boundary, MessageSpec]
+Near = dict[tuple[int, int, int], int]  # by stage, offset and turn, the stage there
 
 
 def versions_of(tensors: Iterable[torch.Tensor | None]) -> Versions:
@@ -57,24 +59,25 @@ class Messages:
 
     def __init__(self, traffic: Traffic, specs: MessageSpecs, *, is_learning: bool, trainable: Container[int], plan: Plan) -> None:
         self._traffic, self._specs, self._is_learning, self._trainable = traffic, specs, is_learning, trainable
-        self._plan, self._depth = plan, plan.depth
+        self._plan, self._depth, self._ways, self._has_routes = plan, plan.depth, routes_in(plan.flow), plan.flow.period > 1
         self._unlearned: dict[Channel, deque[Action]] = defaultdict(deque)
+        self._near: Near = {}
 
     def agreed(self, microbatch: int, stages: Iterable[int]) -> list[MessageSpec | None]:
         """Return the agreed specs of a microbatch's messages before and behind some stages, once it has run."""
         near = {stage: [self._beside(stage, offset, microbatch) for offset in (-1, 1)] for stage in stages}
         ends = dict.fromkeys(pair for stage, (before, behind) in near.items() for pair in ((before, stage), (stage, behind)))
-        if self._plan.skips:
-            ends |= dict.fromkeys(way for way in self._plan.routes.ways if not {*way}.isdisjoint(stages))
+        ends |= dict.fromkeys(way for way in self._ways.ways if not {*way}.isdisjoint(stages))
         both = (Purpose.FORWARD, Purpose.BACKWARD)
         return [self._specs.get((purpose, *pair, microbatch)) for pair in ends for purpose in both]
 
     def _beside(self, stage: int, offset: int, microbatch: int) -> int:
-        """Return the stage before or behind another one, which need not exist if microbatches have no paths."""
-        if not self._plan.paths:
-            return stage + offset
-        found = self._plan.neighbour(stage, offset, microbatch)
-        return -1 if found is None else found
+        """Return the stage before or behind another one; -1 if there is none."""
+        key = stage, offset, self._plan.flow.turn_of(microbatch) if self._has_routes else 0
+        if key not in self._near:
+            found = self._plan.neighbour(stage, offset, microbatch)
+            self._near[key] = -1 if found is None else found
+        return self._near[key]
 
     def send(self, action: Action, state: MicrobatchState) -> None:
         spec, tensors = _taken(state, action.op)
@@ -118,7 +121,7 @@ class Messages:
         """Return whether a stage's output could need a gradient: the stage has trainable parameters, or gets such an input."""
         if stage in self._trainable:
             return True
-        sources = self._plan.routes.sources(stage) if self._plan.skips else []
+        sources = self._ways.sources(stage)
         for source in dict.fromkeys([*([self._beside(stage, -1, microbatch)] if stage % self._depth else []), *sources]):
             received = self._specs.get((Purpose.FORWARD, source, stage, microbatch))
             if received is None:  # the other stage is on this rank, or another stage of this rank got the message

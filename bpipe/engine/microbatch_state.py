@@ -156,7 +156,7 @@ class MicrobatchState:
         held: of a message of skips, what later stages of this rank use of it.
         uses: the messages of skips that its forward has used.
         made: the messages that its forward has made, if it hands on skips.
-        skip_bytes: the bytes of the skips that its forward has used or made, by place, and of their gradients, until they are
+        value_bytes: the bytes of the skips that its forward has used or made, by name, and of their gradients, until they are
             counted.
         lent: the tensors that its forward has got or made and that later stages of this rank get, until they are counted.
         slices: how many slices each sequence has, of which it may be one.
@@ -194,7 +194,7 @@ class MicrobatchState:
     held: Held | None = None
     uses: Sequence[Use] = ()
     made: Sequence[Made] = ()
-    skip_bytes: dict[int, tuple[MessageBytes, int]] = field(default_factory=dict)
+    value_bytes: dict[str, tuple[MessageBytes, int]] = field(default_factory=dict)
     lent: list[torch.Tensor] = field(default_factory=list)
     slices: int = 1
     name: str = field(init=False)

@@ -29,6 +29,7 @@ from bpipe.parallel.twins import Twins
 from bpipe.plan.action import MESSAGES, SERVED, SHARDING
 from bpipe.schedules import Action, Op, Plan
 from bpipe.skips.carrier import Carrier
+from bpipe.skips.routes import skips_of
 from bpipe.torch_private.engine_and_graph import is_profiled
 
 __all__: list[str] = []
@@ -93,7 +94,8 @@ class Run:
         self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
         self._stages, self._is_learning, self._memory = tuple(stages), is_learning, memory
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
-        self.has_loss = self.holds_last_stage or plan.local
+        is_local, has_skips = plan.flow.arguments("local") is not None, bool(skips_of(plan.flow))
+        self.has_loss = self.holds_last_stage or is_local
         self.microbatches = MicrobatchStates(plan.slices)
         self.traffic = Traffic(transport, rank, step, self.microbatches, stages, memory.device_waits)
         self.sharding = Sharding(parts, plan.actions[rank])
@@ -112,8 +114,8 @@ class Run:
             learned=memory.learned,
             slices=plan.slices if takes_slices else None,
             is_learning=is_learning,
-            skips=Carrier(plan, next(iter(stages.values())).skips, self._stages, self.microbatches) if plan.skips else None,
-            local=plan.local,
+            skips=Carrier(plan, next(iter(stages.values())).skips, self._stages, self.microbatches) if has_skips else None,
+            local=is_local,
         )
         num_parts = {stage: plan.num_parts(stage) for stage in stages}
         followed = plan.evicted(rank)
@@ -161,7 +163,7 @@ class Run:
         if self.compute.cut_off[stage] < self._num_forwards[stage]:
             return
         error = cut_off(f"stage {stage}, all microbatches")
-        if self._is_learning or (stage - 1 in self._stages and not self.plan.skips):
+        if self._is_learning or (stage - 1 in self._stages and not skips_of(self.plan.flow)):
             raise error
         if stage not in self._memory.cut_off:
             self._memory.cut_off.add(stage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import add
@@ -13,8 +13,10 @@ from typing import Any
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.contention import Times, Worked, beside_s, busy_times, lost_share
 from bpipe.estimate.measured_links import Flight, Way, fitted, flights
+from bpipe.flow.shaping import without
 from bpipe.plan.action import HOST
 from bpipe.plan.meter import occupancy
+from bpipe.plan.sizes import IN, OUT, StageSizes
 from bpipe.schedules import Costs, Link, Op, Plan, Sizes, Timeline
 from bpipe.tools.measured import Measured
 
@@ -68,7 +70,7 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan, *, nodes: Sequence[int
             raise ConfigurationError(
                 f"the trace is of {traced.plan.slices} slices per microbatch, and the plan has {plan.slices}: trace as many, or one"
             )
-        return calibrated(alike, replace(plan, slices=1), nodes=nodes).of_slices(plan)
+        return calibrated(alike, replace(plan, flow=without(plan.flow, "slices")), nodes=nodes).of_slices(plan)
     if nodes is not None and len(nodes) != traced.plan.num_ranks:
         raise ConfigurationError(f"nodes has {len(nodes)} entries: give one for each of the {traced.plan.num_ranks} traced ranks")
     steps = [timeline for timeline in alike if timeline.plan.slices == plan.slices]
@@ -108,7 +110,12 @@ def _bytes(traced: Timeline) -> dict[str, list[Any]]:
     if sizes is None:
         saved = [_saved(traced, stage) for stage in range(plan.num_stages)]
         return {"saved_bytes": saved, "static_bytes": [_static(traced, rank, saved) for rank in plan.stage_ranks]}
-    numbers = {"saved_bytes": "saved", "movable_bytes": "movable", "output_bytes": "sent", "gradient_bytes": "received"}
+    numbers: dict[str, Callable[[StageSizes], int]] = {
+        "saved_bytes": lambda own: own.saved,
+        "movable_bytes": lambda own: own.movable,
+        "output_bytes": lambda own: own[OUT].num_bytes,
+        "gradient_bytes": lambda own: own[IN].num_bytes,
+    }
     found: dict[str, list[Any]] = {
         name: [_of_slices(sizes, stage, number) for stage in range(plan.num_stages)] for name, number in numbers.items()
     }
@@ -116,9 +123,9 @@ def _bytes(traced: Timeline) -> dict[str, list[Any]]:
     return found | {"static_bytes": [sizes.static[rank] // plan.stage_ranks.count(rank) for rank in plan.stage_ranks]}
 
 
-def _of_slices(sizes: Sizes, stage: int, number: str) -> int | list[int]:
+def _of_slices(sizes: Sizes, stage: int, number: Callable[[StageSizes], int]) -> int | list[int]:
     """Return a number of a stage's sizes, or one for each slice of a microbatch if these differ."""
-    numbers = [getattr(stages[stage], number) for stages in sizes.by_slice]
+    numbers = [number(stages[stage]) for stages in sizes.by_slice]
     return numbers if sizes.later_slices else numbers[0]
 
 

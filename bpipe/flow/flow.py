@@ -18,13 +18,12 @@ from __future__ import annotations
 import math
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property, reduce
+from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
-from operator import or_
 from typing import Any, NamedTuple
 
 __all__: list[str] = []
@@ -116,6 +115,7 @@ class Flow:
 
     Args:
         stage_ranks: the rank of each stage.
+        parts: the part that each stage runs.
         num_microbatches: of a step.
         slices: of each microbatch, which are units of their own: slice s of microbatch i is unit i * slices + s.
         routes: for each part, the stages that run it, which microbatches take in turns.
@@ -126,6 +126,7 @@ class Flow:
     """
 
     stage_ranks: tuple[int, ...]
+    parts: tuple[int, ...]
     num_microbatches: int
     slices: int
     routes: tuple[tuple[int, ...], ...]
@@ -133,6 +134,13 @@ class Flow:
     edges: tuple[Edge, ...]
     sums: tuple[tuple[int, int], ...]
     shapes: tuple[Shape, ...]
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.stage_ranks, self.num_microbatches, self.slices, self.edges))  # once: much is looked up by flow
 
     @property
     def num_units(self) -> int:
@@ -143,12 +151,6 @@ class Flow:
     def period(self) -> int:
         """After how many microbatches the routes repeat."""
         return math.lcm(*map(len, self.routes))
-
-    @cached_property
-    def parts(self) -> tuple[int, ...]:
-        """The part that each stage runs."""
-        part_of = {stage: part for part, stages in enumerate(self.routes) for stage in stages}
-        return tuple(part_of.get(stage, -1) for stage in range(len(self.stage_ranks)))
 
     @cached_property
     def twins(self) -> dict[int, int]:
@@ -164,6 +166,15 @@ class Flow:
     def has_asides(self) -> bool:
         """Whether anything but the output of a part goes to another part."""
         return any(edge.name for edge in self.edges)
+
+    @cached_property
+    def problem(self) -> str:
+        """Why it cannot be run, whatever made it; empty if it can."""
+        return _problem(self)
+
+    def arguments(self, name: str) -> tuple[Any, ...] | None:
+        """Return the arguments of the latest shape of a name that made the flow; None if there was none."""
+        return next((shape.arguments for shape in reversed(self.shapes) if shape.name == name), None)
 
     def turn_of(self, unit: int) -> int:
         """Return which turn of the routes a unit takes."""
@@ -197,6 +208,11 @@ class Flow:
         """
         return self._messages(op, stage, turn, is_source=True)
 
+    def shares_memory(self, stage: int) -> bool:
+        """Return whether a stage gets tensors from another one of its rank, or hands them over to it, without a message."""
+        ends = (end for find in (self.needs, self.gives) for turn in self.turns_of(stage) for end in find(FORWARD, stage, turn))
+        return any(end.stage != stage and self.stage_ranks[end.stage] == self.stage_ranks[stage] for end in ends)
+
     def units_of(self, op: str, stage: int) -> Iterator[int]:
         """Yield the units of a stage in the order in which an operation takes them.
 
@@ -226,19 +242,19 @@ class Flow:
 
     @cached_property
     def latest_sources(self) -> dict[Node, tuple[Node, ...]]:
-        """For each node the nodes that it needs, without those that another one of them comes after anyway."""
+        """For each node those that it needs, without those that another one of them needs, too, itself or two steps before."""
         sources: dict[Node, dict[Node, None]] = {node: {} for node in self.nodes}
         for edge in self.edges:
             if edge.source != edge.target:
                 sources[edge.target][edge.source] = None
-        bit = {node: 1 << index for index, node in enumerate(self.nodes)}  # sets of nodes as bits: a flow may have thousands
-        earlier: dict[Node, int] = {}
-        latest: dict[Node, tuple[Node, ...]] = {}
-        for node in TopologicalSorter(sources).static_order():
-            before = reduce(or_, (earlier[source] for source in sources[node]), 0)
-            latest[node] = tuple(source for source in sources[node] if not bit[source] & before)
-            earlier[node] = reduce(or_, (bit[source] for source in sources[node]), before)
-        return latest
+
+        def is_before(early: Node, late: Node) -> bool:
+            return early in sources[late] or any(early in sources[between] for between in sources[late])
+
+        return {
+            node: tuple(one for one in needed if not any(is_before(one, other) for other in needed if other != one))
+            for node, needed in sources.items()
+        }
 
     @cached_property
     def _turns(self) -> dict[int, tuple[int, ...]]:
@@ -294,12 +310,27 @@ class Flow:
         return found
 
 
-def problem_of(flow: Flow) -> str:
+def value_name(parts: Iterable[int]) -> str:
+    """Return the name of a value that one part makes and others use, in a flow and among sizes.
+
+    Example:
+        >>> value_name((0, 2, 3))
+        '0-2-3'
+    """
+    return "-".join(map(str, parts))
+
+
+def _problem(flow: Flow) -> str:
     """Return why a flow cannot be run, whatever made it; empty if it can.
 
     Every edge has computations at both its ends, and its source can run before its target. Gradients mirror values. What stays on a
     stage stays on its rank. Stages that add up gradients hold the same part, on two ranks.
     """
+    if len(flow.parts) != len(flow.stage_ranks) or not set(flow.parts) <= set(range(len(flow.routes))):
+        return f"{len(flow.stage_ranks)} stages run parts {flow.parts} of {len(flow.routes)}"
+    for part, stages in enumerate(flow.routes):
+        if not stages or any(not 0 <= stage < len(flow.parts) or flow.parts[stage] != part for stage in stages):
+            return f"part {part} is run by stages {stages}, which are none of its own"
     nodes = set(flow.nodes)
     for edge in flow.edges:
         if not {edge.source, edge.target} <= nodes:

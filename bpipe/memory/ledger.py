@@ -8,6 +8,7 @@ from bpipe.memory.saved.footprint import Footprint
 from bpipe.memory.saved.stash import StashContents
 from bpipe.memory.saved.storages import Held
 from bpipe.plan.amounts import show_bytes
+from bpipe.plan.sizes import COLLECTED, GIVEN, Amount
 from bpipe.schedules import Action
 
 __all__: list[str] = []
@@ -117,7 +118,10 @@ class Ledger:
 
     def handed_back(self, account: Account, given_bytes: int, collected_bytes: int) -> None:
         """Count the first gradients that a slice gives to states of earlier ones, and forget those that came for its own state."""
-        account.footprint = account.known_footprint._replace(given_bytes=given_bytes, collected_bytes=collected_bytes)
+        known = account.known_footprint
+        amounts = [one for one in known.amounts if one.name not in (GIVEN, COLLECTED)]
+        amounts += [Amount(GIVEN, given_bytes), Amount(COLLECTED, collected_bytes)]
+        account.footprint = known._replace(amounts=tuple(amounts))
         self._change(given_bytes, 0)
         self._change(-collected_bytes, 0)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from bpipe.memory.ledger import Key
 from bpipe.memory.saved.footprint import Footprint
-from bpipe.plan.meter import Meter, by_unit, bytes_meter, occupancy
-from bpipe.schedules import Plan, Sizes, StageSizes
+from bpipe.plan.meter import Meter, UnitMeter, occupancy, unit_meter
+from bpipe.plan.sizes import GRADIENTS, Amount, StageSizes
+from bpipe.schedules import Plan
 
 __all__: list[str] = []
 
@@ -42,19 +42,19 @@ def taken(
 
 def _meter(plan: Plan, footprints: Mapping[Key, Footprint], exchanged: Mapping[int, int], with_messages: bool) -> Meter:
     """Return a meter of bytes in which each microbatch counts its own footprint."""
-    stages = range(plan.num_stages)
-    alike: dict[tuple[Footprint | None, ...], Meter] = {}
+    stages, flow = range(plan.num_stages), plan.flow
+    alike: dict[tuple[object, ...], UnitMeter] = {}
     meters = []
     for microbatch in range(plan.num_units):
         found = tuple(footprints.get((stage, microbatch)) for stage in stages)
-        if found not in alike:
+        key = flow.turn_of(microbatch), found
+        if key not in alike:
             sizes = [ELSEWHERE if one is None else _sizes(one, plan.num_parts(s), with_messages) for s, one in enumerate(found)]
             for stage, gradients in exchanged.items() if with_messages else ():
-                sizes[stage] = replace(sizes[stage], gradients=gradients)
-            of_stages = Sizes(stages=tuple(sizes), static=())
-            alike[found] = bytes_meter(of_stages, plan.stage_ranks, plan.depth, plan.skips, local=plan.local)
-        meters.append(alike[found])
-    return by_unit(meters)._replace(overlapped=plan.overlapped)
+                sizes[stage] = sizes[stage].with_amounts(Amount(GRADIENTS, gradients))
+            alike[key] = unit_meter(flow, key[0], sizes.__getitem__)
+        meters.append(alike[key])
+    return Meter(tuple(meters), plan.overlapped)
 
 
 def _sizes(footprint: Footprint, num_parts: int, with_messages: bool) -> StageSizes:

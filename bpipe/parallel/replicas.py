@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
 from bpipe.comm.transport.process_group import backends_of
-from bpipe.plan.sizes import StageSizes
+from bpipe.plan.sizes import IN, OUT, StageSizes
 
 __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
-SAVED = ("saved", "movable")
-COMPARED = (*SAVED, "received", "sent")
+SAVED: dict[str, Callable[[StageSizes], int]] = {"saved": lambda own: own.saved, "movable": lambda own: own.movable}
+COMPARED = SAVED | {"received": lambda own: own[IN].num_bytes, "sent": lambda own: own[OUT].num_bytes}
 VARIES = -2
 
 
@@ -27,7 +27,8 @@ def difference(
     """
     mine = torch.full((MOST_STAGES, 1 + len(COMPARED)), -1, dtype=torch.int64)
     for row, (stage, slices) in enumerate(sorted(stages.items())):
-        numbers = [VARIES if stage in varying and name in SAVED else sum(getattr(s, name) for s in slices) for name in COMPARED]
+        varies = SAVED if stage in varying else ()
+        numbers = [VARIES if name in varies else sum(map(number, slices)) for name, number in COMPARED.items()]
         mine[row] = torch.tensor([stage, *numbers])
     carried = mine.to("cpu" if "cpu" in backends_of(group) else device)
     gathered = [torch.empty_like(carried) for _ in range(dist.get_world_size(group))]
@@ -45,9 +46,9 @@ def _row_difference(group: dist.ProcessGroup, rows: torch.Tensor) -> str:
     ranks = [dist.get_global_rank(group, rank) for rank in (0, other)]
     if column == 0:
         return f"replicas differ: rank {ranks[0]} holds stage {int(rows[0, 0])} and rank {ranks[1]} stage {int(rows[other, 0])}"
-    here, there = int(rows[0, column]), int(rows[other, column])
+    here, there, name = int(rows[0, column]), int(rows[other, column]), list(COMPARED)[column - 1]
     return (
-        f"replicas differ: for a microbatch of stage {int(rows[0, 0])}, rank {ranks[0]} has {here} {COMPARED[column - 1]} bytes "
+        f"replicas differ: for a microbatch of stage {int(rows[0, 0])}, rank {ranks[0]} has {here} {name} bytes "
         f"and rank {ranks[1]} has {there}. Give all replicas microbatches of the same shapes."
     )
 

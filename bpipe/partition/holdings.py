@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bpipe.plan.action import Action
-from bpipe.plan.meter import Amount, meter_of, occupancy
+from bpipe.plan.meter import occupancy, slots_of
 from bpipe.plan.plan import Plan
 from bpipe.plan.reserved import reserve
 
@@ -28,7 +28,7 @@ class Holdings:
         self._whole = sum(self._weights)
         ranks = range(plan.num_ranks)
         self.stages = list(map(plan.stages_of, ranks))
-        self._counts = [_largest(_counts(plan.actions[rank], self.stages[rank], self._weight)) for rank in ranks]
+        self._counts = [_largest(_counts(plan.actions[rank], self.stages[rank], self._weights)) for rank in ranks]
         chains = [list(plan.chains(rank).values()) for rank in ranks]
         self._chains = [[chain for chain in of_rank if len(_stages_in(chain)) > 1] for of_rank in chains]
         self._reserved = [  # of remote activations of one stage: the stage, and the weights of the buffers
@@ -68,12 +68,12 @@ def _stages_in(chain: Sequence[Action]) -> set[int]:
     return {action.stage for action in chain}
 
 
-def _counts(lane: Sequence[Action], stages: Sequence[int], weight: Amount) -> set[Counts]:
+def _counts(lane: Sequence[Action], stages: Sequence[int], weights: Sequence[int]) -> set[Counts]:
     """Return the weight of what is held of each stage while each action of a lane runs, each combination once."""
     series = []
-    for stage in stages:
-        meter = meter_of(*[lambda action, stage=stage: weight(action) * (action.stage == stage)] * 2)
-        series.append(occupancy(lane, meter))
+    for own in stages:
+        of_slices = [lambda stage, part, own=own, weight=weight: weight * (stage == own) for weight in weights]
+        series.append(occupancy(lane, slots_of(*of_slices)))
     return set(zip(*series)) or {(0,) * len(stages)}
 
 

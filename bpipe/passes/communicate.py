@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.flow.flow import Flow, Message
+from bpipe.flow.shaping import with_other
 from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, WAIT_OF, Action, MicrobatchKey, Op
 from bpipe.plan.order import RESULT, UNITS, UNKNOWN, Moments, clock_of
 from bpipe.plan.plan import Plan
@@ -124,6 +125,8 @@ def _arrivals(
                 latest = evicted[message.rank].get((sender, unit))
                 if latest is not None and _arrived(place, starts[rank], made) - (rank < message.rank) >= latest:
                     place = min(following, used)
+                if place and plan.begins_pair(lane[place - 1]):  # not between the two of a pair
+                    place += 1 if place < used else -1
                 arrivals[sender, action.stage][unit] = place
     return arrivals
 
@@ -297,7 +300,8 @@ class _Lane:
             received = times[microbatch]
             if received < 0:
                 send = Action(op, stage, microbatch, part)
-                raise PlanError(f"{send.text(self.slices)} sends a message that no computation of stage {send.other_end[1]} uses")
+                other = self.plan.other_end(send)[1]
+                raise PlanError(f"{send.text(self.slices)} sends a message that no computation of stage {other} uses")
             received -= peer < self.rank  # of computations at one time, the one of the lower rank comes first
             while boundary < end and begins[boundary] <= received:
                 boundary += 1
@@ -339,4 +343,5 @@ def forward_only(plan: Plan) -> Plan:
     """Return the forwards of a plan in their order, for evaluation; `communicate` adds the transfers again."""
     forwards = tuple(tuple(a for a in plan.compute(rank) if a.op is Op.F) for rank in range(plan.num_ranks))
     plain = without_transfers(replace(plan, actions=forwards))
-    return replace(plain, name=f"{plan.name}/forward", sizes=None, has_backward=False, overlapped=frozenset())
+    flow = with_other(plan.flow, has_backward=False)
+    return replace(plain, name=f"{plan.name}/forward", sizes=None, flow=flow, overlapped=frozenset())

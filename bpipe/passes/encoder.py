@@ -20,6 +20,7 @@ from math import inf
 
 from bpipe.checks import is_count
 from bpipe.errors import ConfigurationError
+from bpipe.flow.shaping import with_other
 from bpipe.passes.communicate import communicate, computations_only
 from bpipe.plan.action import BACKWARD, Action, Op
 from bpipe.plan.plan import Plan
@@ -54,8 +55,8 @@ def with_encoder(plan: Plan, pieces: int, costs: Costs, *, rank: int = 0, most: 
         >>> finish(with_encoder(build("1f1b", 4, 8), pieces=2, costs=costs)).stages_of(0)
         [0, 1, 2]
     """
-    if plan.slices > 1 or plan.directions > 1 or plan.skips or plan.overlapped or plan.paths or not plan.has_backward:
-        raise ConfigurationError("an encoder takes a training plan of whole microbatches, in one direction, without skips or pairs")
+    if len(plan.flow.shapes) > 1 or plan.overlapped or not plan.has_backward:
+        raise ConfigurationError("an encoder takes a training plan of whole microbatches through a chain of stages, without pairs")
     if not is_count(pieces) or not 0 <= rank < plan.num_ranks:
         raise ConfigurationError(
             f"pieces={pieces!r}, rank={rank!r}: give at least one piece, and one of the plan's {plan.num_ranks} ranks"
@@ -65,7 +66,7 @@ def with_encoder(plan: Plan, pieces: int, costs: Costs, *, rank: int = 0, most: 
     whole = replace(
         base,
         name=f"{plan.name}/encoder",
-        stage_ranks=(rank,) * pieces + plan.stage_ranks,
+        flow=with_other(plan.flow, stage_ranks=(rank,) * pieces + plan.stage_ranks),
         actions=((),) * plan.num_ranks,
         sizes=None,
         budgets=None,

@@ -25,7 +25,7 @@ def overlap(plan: Plan) -> Plan:
     They must be of different microbatches. Where all ranks would wait for each other with all of these pairs, some stay apart.
 
     Raises:
-        PlanError: the plan has skips, or its computations wait for each other in a cycle even without pairs.
+        PlanError: the computations wait for each other in a cycle even without pairs.
 
     Example:
         >>> from bpipe.schedules import build, finish
@@ -35,8 +35,6 @@ def overlap(plan: Plan) -> Plan:
         rank 1 | ..  F0  B0  b0  ..  ..  ..  F1  B1  b1  ..  ..  ..  F2  B2  b2  ..  ..
     """
     base = without_transfers(plan)
-    if plan.skips:
-        raise PlanError(f"plan {plan.name!r} has skips: its forwards and backwards form no pairs")
     return replace(base, overlapped=pairs_of(base.actions, base.flow))
 
 

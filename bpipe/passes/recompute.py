@@ -10,7 +10,7 @@ It costs one forward for each microbatch over the budget, and no transfer, so it
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -24,7 +24,6 @@ from bpipe.passes.balance.balance import default_slots
 from bpipe.passes.communicate import communicate, computations_only
 from bpipe.passes.fit import Budgets, raised, refusal, smallest
 from bpipe.plan.action import BACKWARD, Action, Op
-from bpipe.plan.meter import Amount
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 
@@ -200,9 +199,7 @@ class _Rank:
     def __init__(self, plan: Plan, rank: int, lane: Sequence[Action]) -> None:
         self._meter = plan.meter()
         self._static = 0 if plan.sizes is None else plan.sizes.static[rank]
-        mine = set(plan.stages_of(rank))
-        alone = {stage for stage in mine if not {plan.neighbour(stage, -1), plan.neighbour(stage, +1)} & mine}
-        self.able = alone - plan.routes.shared
+        self.able = {stage for stage in plan.stages_of(rank) if not plan.flow.shares_memory(stage)}
         backward = {action.key: index for index, action in enumerate(lane) if action.op in BACKWARD}
         self._slices = plan.slices
         self._changes: dict[tuple[Op, int, int, int], tuple[tuple[int, int], tuple[int, int]]] = {}
@@ -215,9 +212,8 @@ class _Rank:
         op, stage, unit, part, _ = action
         kind = op, stage, unit % self._slices, part  # units are alike, but for the sizes of their slices
         if kind not in self._changes:
-            usual, again = self._meter.usual, self._meter.recomputed
-            takes = _amount(usual.takes, action), _amount(again.takes, action)
-            self._changes[kind] = takes, (_amount(usual.gives, action), _amount(again.gives, action))
+            takes, gives = zip(*(self._meter.change(action, again=again) for again in (False, True)))
+            self._changes[kind] = takes, gives
         return _Event((stage, unit), op, backward, *self._changes[kind])
 
     @cached_property
@@ -279,7 +275,3 @@ class _GreedyRecompute:
                 self.chosen.add(which)
                 return True
         return False
-
-
-def _amount(amounts: Mapping[Op, Amount], action: Action) -> int:
-    return amounts[action.op](action) if action.op in amounts else 0

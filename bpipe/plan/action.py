@@ -100,10 +100,8 @@ RECEIVES = {Op.RECV_F: Purpose.FORWARD, Op.RECV_B: Purpose.BACKWARD, Op.ACCEPT: 
 POSTS = frozenset({*SENDS, *RECEIVES})  # operations that start a transfer, without waiting for its end
 
 # Each end names a message after its own stage: stage 1 sends `1SEND_F0`, stage 2 receives it as `2RECV_F0`.
-RECEIVER_OF = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1), Op.EVICT: (Op.ACCEPT, 0), Op.RETURN: (Op.LOAD, 0)}
-
-# The other end of each transfer, from either one: its operation, and how many stages further on it lies.
-OTHER_END = {**RECEIVER_OF, **{receive: (send, -offset) for send, (receive, offset) in RECEIVER_OF.items()}}
+RECEIVER_OF = {Op.SEND_F: Op.RECV_F, Op.SEND_B: Op.RECV_B, Op.EVICT: Op.ACCEPT, Op.RETURN: Op.LOAD}
+OTHER_END = RECEIVER_OF | {receive: send for send, receive in RECEIVER_OF.items()}  # of each transfer, from either one
 BETWEEN_STAGES = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 MESSAGES = BETWEEN_STAGES | {WAIT_OF[op] for op in BETWEEN_STAGES}
 
@@ -218,19 +216,6 @@ class Action(NamedTuple):
             KeyError: the action does not complete a transfer.
         """
         return (START_OF[self[0]], *self[1:4])
-
-    @property
-    def other_end(self) -> Identity:
-        """The identity of the action at the other end of the transfer that this one starts.
-
-        Raises:
-            KeyError: the action does not start a transfer with another rank or the host.
-        """
-        op, stage, microbatch, part, _ = self
-        other, offset = OTHER_END[op]
-        if part and op in BETWEEN_STAGES:
-            return other, part - 1, microbatch, stage + 1
-        return other, stage + offset, microbatch, part
 
     @property
     def is_post(self) -> bool:

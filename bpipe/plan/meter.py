@@ -1,51 +1,118 @@
-"""Count the memory that actions allocate and free, in slots or in bytes."""
+"""Count the memory that actions allocate and free, in slots or in bytes.
+
+Bytes belong to those who hold them, each from one action to another: what is saved for a backward, a value that is used or sent, a
+message on its way. `holds.py` says who holds what; here the holds become one table of what each kind of action takes and gives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
+from bpipe.flow.flow import Flow
 from bpipe.plan.action import Action, MicrobatchKey, Op
-from bpipe.plan.sizes import Sizes, StageSizes
-from bpipe.skips.holds import Hold, changes, holds_of
-from bpipe.skips.routes import Skip
+from bpipe.plan.holds import Hold, Kind, changes, holds_by_order, holds_of
+from bpipe.plan.sizes import COLLECTED, GIVEN, Sizes, StageSizes
 
 __all__: list[str] = []
 
+Change = tuple[int, int]  # what an action allocates before it runs, and what it frees when it has run
 Amount = Callable[[Action], int]
+NOTHING: Change = (0, 0)
+BOTH = {Op.B: (Op.B, Op.I)}  # a whole backward stands for its first half, too
 
 
-class Amounts(NamedTuple):
-    """The memory that actions allocate before they run and free after they ran, by operation."""
+class Table(dict[Kind, Change]):
+    """What each kind of action allocates and frees; nothing if it is not there."""
 
-    takes: Mapping[Op, Amount]
-    gives: Mapping[Op, Amount]
+    def __missing__(self, kind: Kind) -> Change:
+        return NOTHING
+
+    def take(self, kind: Kind, num_bytes: int) -> None:
+        """Let actions of a kind allocate bytes."""
+        op, stage, part = kind
+        for one in BOTH.get(op, (op,)):
+            takes, gives = self[one, stage, part]
+            self[one, stage, part] = takes + num_bytes, gives
+
+    def give(self, kind: Kind, num_bytes: int) -> None:
+        """Let actions of a kind free bytes."""
+        op, stage, part = kind
+        for one in BOTH.get(op, (op,)):
+            takes, gives = self[one, stage, part]
+            self[one, stage, part] = takes, gives + num_bytes
+
+    def hold(self, hold: Hold) -> None:
+        """Let the bytes of a hold with one end begin and stop to count."""
+        (self.take if hold.begins_before else self.give)(hold.begin, hold.num_bytes * (1 if hold.begins_before else -1))
+        (self.take if hold.ends_before else self.give)(hold.ends[0], hold.num_bytes * (-1 if hold.ends_before else 1))
+
+
+class Slots(Table):
+    """What counts from a forward to its backward, by stage and part, and at both ends of an eviction while that is in flight."""
+
+    def __init__(self, amount: Callable[[int, int], int], *, again: bool) -> None:
+        super().__init__()
+        self._amount = amount
+        self._takes = {Op.R} if again else {Op.F, Op.LOAD, Op.ACCEPT}
+        self._gives = {Op.B, Op.W} | (set() if again else {Op.WAIT_EVICT, Op.WAIT_RETURN})
+
+    def __missing__(self, kind: Kind) -> Change:
+        op, stage, part = kind
+        num = self._amount(stage, part)
+        change = self[kind] = num * (op in self._takes), num * (op in self._gives)
+        return change
+
+
+class UnitMeter(NamedTuple):
+    """What the actions of a unit allocate and free.
+
+    Args:
+        usual: of a unit whose forward runs once.
+        again: of one whose forward runs twice: the first one keeps only its input; that of a slice also its state, until the second
+            one has made that again.
+        holds: besides, what ends at the last of several actions, whichever that is.
+    """
+
+    usual: Table
+    again: Table
+    holds: tuple[Hold, ...] = ()
 
 
 class Meter(NamedTuple):
-    """The memory that actions allocate and free: for microbatches that stay or are evicted, and for those that are recomputed.
+    """The memory that actions allocate and free.
 
-    The first forward of a recomputed microbatch keeps only its input; that of a slice also its state, until the second forward
-    has made that again.
+    Args:
+        units: of consecutive units, which begin with the first again after the last.
+        overlapped: forwards that run side by side with the next action, a backward.
     """
 
-    usual: Amounts
-    recomputed: Amounts
-    holds: tuple[tuple[Hold, ...], ...] = ()  # what skips take beside that, of consecutive units
-    overlapped: Collection[MicrobatchKey] = ()  # forwards that run side by side with the next action, a backward
+    units: tuple[UnitMeter, ...]
+    overlapped: Collection[MicrobatchKey] = ()
 
-    def taken(self, action: Action) -> int:
-        """Return the memory that an action allocates before it runs."""
-        take = self.usual.takes.get(action[0])
-        return 0 if take is None else take(action)
+    @property
+    def has_holds(self) -> bool:
+        """Whether some memory is freed by the last of several actions."""
+        return any(unit.holds for unit in self.units)
+
+    def change(self, action: Action, *, again: bool = False) -> Change:
+        """Return what an action allocates and frees, of a unit whose forward runs again or not."""
+        op, stage, unit, part, _ = action
+        unit_meter = self.units[unit % len(self.units)]
+        return (unit_meter.again if again else unit_meter.usual)[op, stage, part]
+
+    def held(self, actions: Sequence[Action]) -> tuple[dict[int, int], dict[int, int]]:
+        """Return the bytes that begin to count before actions of a lane, and those that stop behind them, by place, of `holds`."""
+        return changes(actions, [unit.holds for unit in self.units]) if self.has_holds else ({}, {})
 
 
-def meter_of(saved: Amount, moved: Amount) -> Meter:
-    """Return a meter where a forward's saved memory counts until its backward ends, and moving memory counts at both ends."""
-    takes = {Op.F: saved, Op.LOAD: moved, Op.ACCEPT: moved}
-    gives = {Op.B: saved, Op.W: saved, Op.WAIT_EVICT: moved, Op.WAIT_RETURN: moved}
-    return Meter(Amounts(takes, gives), Amounts({Op.R: saved}, {Op.B: saved, Op.W: saved}))
+def slots_of(*amounts: Callable[[int, int], int]) -> Meter:
+    """Return a meter of some amount of each stage and part from its forward to its backward, for each of consecutive units."""
+    return Meter(tuple(UnitMeter(Slots(amount, again=False), Slots(amount, again=True)) for amount in amounts))
+
+
+SLOTS = slots_of(lambda stage, part: int(part == 0))  # every microbatch counts as 1, and its parts as 0
 
 
 def slot(action: Action) -> int:
@@ -53,12 +120,11 @@ def slot(action: Action) -> int:
     return 1 if action[3] == 0 else 0
 
 
-SLOTS = meter_of(slot, slot)
-
-
 def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
     """Yield the memory that is occupied while each action runs, in the meter's unit."""
-    occupied = _with_holds(actions, meter) if meter.holds else _occupancy(actions, meter)
+    occupied = _occupancy(actions, meter)
+    if meter.has_holds:
+        occupied = _with_holds(actions, meter, occupied)
     return _side_by_side(actions, meter, occupied) if meter.overlapped else occupied
 
 
@@ -68,16 +134,15 @@ def _side_by_side(actions: Sequence[Action], meter: Meter, occupied: Iterator[in
     for index, live in enumerate(occupied):
         action, live, kept = actions[index], live + kept, 0
         if action[0] is Op.F and action[1:3] in meter.overlapped:
-            live += meter.taken(actions[index + 1])
-            give = meter.usual.gives.get(Op.F)
-            kept = 0 if give is None else give(action)
+            live += meter.change(actions[index + 1])[0]
+            kept = meter.change(action)[1]
         yield live
 
 
-def _with_holds(actions: Sequence[Action], meter: Meter) -> Iterator[int]:
+def _with_holds(actions: Sequence[Action], meter: Meter, occupied: Iterator[int]) -> Iterator[int]:
     held = 0
-    takes, gives = changes(actions, meter.holds)
-    for index, live in enumerate(_occupancy(actions, meter)):
+    takes, gives = meter.held(actions)
+    for index, live in enumerate(occupied):
         held += takes.get(index, 0)
         yield live + held
         held -= gives.get(index, 0)
@@ -86,143 +151,55 @@ def _with_holds(actions: Sequence[Action], meter: Meter) -> Iterator[int]:
 def _occupancy(actions: Sequence[Action], meter: Meter) -> Iterator[int]:
     again = Op.R  # looked up once: a plan has millions of actions
     recomputed = {action.key for action in actions if action[0] is again}
-    both = meter.usual, meter.recomputed
-    changing = {op for amounts in both for by_op in amounts for op in by_op}
-    usually, when_recomputed = ({op: (takes.get(op), gives.get(op)) for op in changing} for takes, gives in both)
-    live = 0
-    for action in actions:
-        change = usually.get(action[0])
-        if change is None:
-            yield live
-            continue
-        take, give = when_recomputed[action[0]] if recomputed and action.key in recomputed else change
-        if take is not None:
-            live += take(action)
+    usual, when_recomputed = [one.usual for one in meter.units], [one.again for one in meter.units]
+    count, live = len(usual), 0
+    for op, stage, unit, part, _ in actions:
+        tables = when_recomputed if recomputed and (stage, unit) in recomputed else usual
+        takes, gives = tables[unit % count if count > 1 else 0][op, stage, part]
+        live += takes
         yield live
-        if give is not None:
-            live -= give(action)
-
-
-class _Messages(NamedTuple):
-    """The bytes that a microbatch takes on one stage besides its saved ones."""
-
-    handed: int  # the part of the input that counts already when the forward begins
-    kept: int  # the part of that which the forward saves, so that it counts once
-    made: int  # the part of the output that is not among the saved bytes: it counts until it has arrived where it is used
-    result: int  # the gradient for the previous stage
-    used: int  # the gradient of the output, or of the results, which the backward uses up
-    ended: int  # the part of `made` that is freed when the forward has run: an output that is not sent, once the loss exists
-    begun: int  # the part of `used` that the backward makes itself: the gradient of that output
-    in_flight: int  # what the end of a send frees: of a message that outlives its backward, all of it
-    sending: int  # the saved part of such a message, which the backward does not free
-
-
-def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, stage: int, *, local: bool) -> _Messages:
-    """Compute the bytes of a stage's messages; stages of one rank receive nothing: one's output is the other's input."""
-    own = sizes.stages[stage]
-    if local and (stage + 1) % depth:
-        return _local_messages(own, is_first=stage % depth == 0)
-    is_first, is_last = stage % depth == 0, (stage + 1) % depth == 0
-    made = own.sent - own.kept_sent
-    handed, used = own.received, own.sent
-    if not is_first and stage_ranks[stage - 1] == stage_ranks[stage]:
-        handed = sizes.stages[stage - 1].sent - sizes.stages[stage - 1].kept_sent
-    if not is_last and stage_ranks[stage + 1] == stage_ranks[stage]:
-        used = sizes.stages[stage + 1].received
-    return _Messages(
-        handed=0 if is_first else handed,
-        kept=0 if is_first else min(own.kept_received, handed),
-        made=made,
-        result=0 if is_first or local else own.received,
-        used=used,
-        ended=made if is_last else 0,
-        begun=used if is_last else 0,
-        in_flight=made,
-        sending=0,
-    )
-
-
-def _local_messages(own: StageSizes, *, is_first: bool) -> _Messages:
-    """Compute the bytes of a stage that sends its output on and uses its prediction itself; its send ends behind its backward."""
-    results = own.results - own.kept_results
-    return _Messages(
-        handed=0 if is_first else own.received,
-        kept=0 if is_first else own.kept_received,
-        made=own.sent - own.kept_sent + results,
-        result=0,
-        used=own.results,
-        ended=results,
-        begun=own.results,
-        in_flight=own.sent,
-        sending=own.kept_sent,
-    )
+        live -= gives
 
 
 @lru_cache(maxsize=64)
-def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, skips: tuple[Skip, ...] = (), *, local: bool) -> Meter:
-    """Return a meter of bytes, messages between stages included; a microbatch passes `depth` stages.
-
-    If plans are `local`, gradients stay in their stage.
-    """
-    meters = []
-    for stages in sizes.by_slice:
-        holds = (holds_of(stages, skips, stage_ranks, depth),) if skips else ()
-        meters.append(_bytes_meter(Sizes(stages=stages, static=()), stage_ranks, depth, local=local)._replace(holds=holds))
-    return by_unit(meters) if len(meters) > 1 else meters[0]
+def bytes_meter(sizes: Sizes, flow: Flow) -> Meter:
+    """Return a meter of bytes for the units of a flow, messages between stages included."""
+    units = range(flow.slices * flow.period if flow.period > 1 else len(sizes.by_slice))
+    return Meter(tuple(unit_meter(flow, flow.turn_of(unit), partial(sizes.at, unit=unit)) for unit in units))
 
 
-def by_unit(meters: Sequence[Meter]) -> Meter:
-    """Combine meters of consecutive units into one, which begins with the first again after the last."""
-    holds = tuple(of_unit for meter in meters for of_unit in meter.holds)
-    return Meter(_by_unit([meter.usual for meter in meters]), _by_unit([meter.recomputed for meter in meters]), holds)
+def unit_meter(flow: Flow, turn: int, at: Callable[[int], StageSizes]) -> UnitMeter:
+    """Return the meter of a unit that has a turn of the flow's routes and takes so much on each stage."""
+    tables = Table(), Table()
+    for table in tables:
+        for stage in range(len(flow.stage_ranks)):
+            own = at(stage)
+            for part in range(len(own.parts) + 1):
+                _move(table, stage, part, own.moved(part))
+    rest = list(holds_by_order(flow, turn, at))
+    for again, table in enumerate(tables):
+        for hold in holds_of(flow, turn, at, again=bool(again)):
+            if len(hold.ends) == 1:
+                table.hold(hold)
+            else:
+                rest.append(hold._replace(again=bool(again)))
+        for stage in (flow.stage_of(part, turn) for part in range(len(flow.routes))):
+            _stay(table, stage, at(stage))
+    return UnitMeter(*tables, tuple(rest))
 
 
-def _by_unit(each: Sequence[Amounts]) -> Amounts:
-    takes = {op: _of_unit([one.takes[op] for one in each]) for op in each[0].takes}
-    gives = {op: _of_unit([one.gives[op] for one in each]) for op in each[0].gives}
-    return Amounts(takes, gives)
+def _move(table: Table, stage: int, part: int, num_bytes: int) -> None:
+    """Count what moves at both ends while it is in flight."""
+    for op in (Op.LOAD, Op.ACCEPT):
+        table.take((op, stage, part), num_bytes)
+    for op in (Op.WAIT_EVICT, Op.WAIT_RETURN):
+        table.give((op, stage, part), num_bytes)
 
 
-def _of_unit(amounts: Sequence[Amount]) -> Amount:
-    return lambda action: amounts[action[2] % len(amounts)](action)
-
-
-def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, *, local: bool) -> Meter:
-    """Return a meter of bytes for units that all have the same sizes."""
-    messages = [_messages(sizes, stage_ranks, depth, stage, local=local) for stage in range(len(stage_ranks))]
-
-    def amounts(of: Callable[[StageSizes, _Messages], int]) -> Amount:
-        """Tabulate the amount of a computation, or of a message with a neighbour, by the stage; messages of skips count apart."""
-        table = list(map(of, sizes.stages, messages))
-        return lambda action: 0 if action[3] else table[action[1]]
-
-    moved = [[own.moved(part) for part in range(len(own.parts) + 1)] for own in sizes.stages]
-    own = meter_of(amounts(lambda own, of: own.saved), lambda action: moved[action[1]][action[3]]).usual
-    takes: dict[Op, Amount] = {
-        Op.RECV_F: amounts(lambda own, of: own.received),
-        Op.F: amounts(lambda own, of: own.saved + of.made - of.kept),
-        Op.RECV_B: amounts(lambda own, of: own.sent),
-        Op.B: amounts(lambda own, of: own.given + of.result + of.begun),
-        Op.I: amounts(lambda own, of: own.given + of.result + of.begun),
-        Op.REDUCE_GRAD: amounts(lambda own, of: own.gradients),
-    }
-    gives: dict[Op, Amount] = {
-        Op.F: amounts(lambda own, of: of.handed + of.ended - of.kept),
-        Op.WAIT_SEND_F: amounts(lambda own, of: of.in_flight),
-        Op.B: amounts(lambda own, of: own.saved + of.used + own.collected - of.sending),
-        Op.I: amounts(lambda own, of: own.saved + of.used + own.collected - own.late),
-        Op.W: amounts(lambda own, of: own.late),
-        Op.WAIT_SEND_B: amounts(lambda own, of: of.result),
-        Op.WAIT_REDUCE_GRAD: amounts(lambda own, of: own.gradients),
-    }
-    takes_again = {
-        Op.F: amounts(lambda own, of: own.sent + own.state),
-        Op.R: amounts(lambda own, of: of.made + own.saved - of.kept),
-    }
-    gives_again = {
-        Op.F: lambda action: sizes.stages[action[1]].sent * ((action[1] + 1) % depth == 0),
-        Op.WAIT_SEND_F: amounts(lambda own, of: own.sent),
-        Op.R: amounts(lambda own, of: of.made + of.handed - of.kept + own.state),
-    }
-    again = Amounts({**takes, **takes_again}, {**gives, **gives_again})
-    return Meter(Amounts({**own.takes, **takes}, {**own.gives, **gives}), again)
+def _stay(table: Table, stage: int, own: StageSizes) -> None:
+    """Count what stays between the halves of a backward, and the gradients of states, which one backward makes and others free."""
+    takes, gives = table[Op.I, stage, 0]
+    table[Op.I, stage, 0] = takes + own[GIVEN].num_bytes, gives + own[COLLECTED].num_bytes - own.late
+    takes, gives = table[Op.B, stage, 0]
+    table[Op.B, stage, 0] = takes + own[GIVEN].num_bytes, gives + own[COLLECTED].num_bytes
+    table.give((Op.W, stage, 0), own.late)

@@ -18,29 +18,15 @@ class Plan(PlanData):
 
     Args:
         name: the rule that made it.
-        num_microbatches: m, the microbatches of a step, whole ones: what a batch is cut into along its samples.
-        stage_ranks: the rank that holds each stage.
+        flow: what is computed, who needs it, and on which stages and ranks it runs.
         actions: one list per rank, the compute lane: forwards, backwards, transfers and their completions.
         served: one list per rank, the acceptor's lane: the actions for one peer form a chain, independent of the computations.
         slots: the budget of each rank in microbatches of one stage, or in slices of one; None for no budget.
         sizes: the bytes of a microbatch, or of a slice; None if only slots are counted: numbers of bytes then raise a PlanError.
         budgets: the budget of each rank in bytes, static ones included; None for no budget. Needs `sizes`.
-        has_backward: False for evaluation, where only forwards run.
-        slices: k, the slices into which each microbatch is cut along the sequence; they pass through the stages one behind the
-            other. Actions, slots and sizes count slices then: slice s of microbatch i is unit k*i + s, written `i/s`.
-        directions: 2 if the plan has every stage of the model twice, for two streams of microbatches that flow against each other:
-            stages 0 to S-1 run even microbatches, stages S to 2S-1 odd ones. Stage s and its twin s + S hold the same weights on
-            two ranks, and add up their gradients: `REDUCE_GRAD` with a peer.
-        skips: what stages hand on to later ones than the next: for each stage and each set of users, the stage and its users, as
-            numbers of stages in one direction. Each rank gets such a value once, in the message to the next stage or in one of
-            its own: `0SEND_F3>5`.
         overlapped: the forwards, by stage and unit, that run side by side with the backward that follows them in their lane, of
             another microbatch: such a pair gets all its inputs before it begins, and sends its results when both have ended. It
             is written as torch writes it, `(0F7;7B3)OVERLAP_F_B`.
-        local: whether gradients stay in their stage: each stage has a loss of its own, at which its backwards begin, and no stage
-            sends a gradient. Then there is one stage per rank, and each forward is followed by its backward.
-        paths: where the model's S stages have replicas, for each microbatch the stages that it passes, one of each: replica r of
-            stage s is stage r*S + s, on a rank of its own. Empty if all microbatches pass all stages, or those of a direction.
 
     Example:
         >>> from bpipe.schedules import build

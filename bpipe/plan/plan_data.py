@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
 
 from bpipe.errors import PlanError
 from bpipe.flow.flow import Flow
-from bpipe.flow.shapes import shaped
-from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, Identity, MicrobatchKey, Op, Purpose
+from bpipe.plan.action import (
+    BETWEEN_STAGES,
+    COMPUTE,
+    HOST,
+    MIRROR,
+    OTHER_END,
+    POSTS,
+    Action,
+    Channel,
+    Identity,
+    MicrobatchKey,
+    Op,
+    Purpose,
+)
 from bpipe.plan.meter import SLOTS, Amount, Meter, bytes_meter, occupancy, slot
 from bpipe.plan.reserved import reserve
 from bpipe.plan.sizes import Sizes
-from bpipe.skips.routes import Routes, Skip, routes_of
 
 __all__: list[str] = []
 
@@ -27,44 +37,38 @@ class PlanData:
     """
 
     name: str
-    num_microbatches: int
-    stage_ranks: tuple[int, ...]
+    flow: Flow
     actions: tuple[tuple[Action, ...], ...]
     served: tuple[tuple[Action, ...], ...]
     slots: tuple[int | None, ...]
     sizes: Sizes | None = None
     budgets: tuple[int | None, ...] | None = None
-    has_backward: bool = True
-    slices: int = 1
-    directions: int = 1
-    skips: tuple[Skip, ...] = ()
     overlapped: frozenset[MicrobatchKey] = frozenset()
-    local: bool = False
-    paths: tuple[tuple[int, ...], ...] = ()
-    _routes: Routes | None = field(default=None, init=False, compare=False, repr=False)
-    _flow: Flow | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
-    def flow(self) -> Flow:
-        """What the plan computes, and who needs it. It is looked up for every action, and made once."""
-        if self._flow is None:
-            shape = self.slices, self.directions, self.skips, self.local, self.paths
-            object.__setattr__(self, "_flow", _flow_of(self.stage_ranks, self.num_microbatches, self.has_backward, *shape))
-        assert self._flow is not None
-        return self._flow
+    def num_microbatches(self) -> int:
+        """The microbatches of a step, m: whole ones, into which a batch is cut along its samples."""
+        return self.flow.num_microbatches
 
     @property
-    def routes(self) -> Routes:
-        """The ways of the plan's skips: which messages carry them. They are looked up for every action, and found once."""
-        if self._routes is None:
-            object.__setattr__(self, "_routes", routes_of(self.skips, self.stage_ranks, self.directions))
-        assert self._routes is not None
-        return self._routes
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The rank that holds each stage."""
+        return self.flow.stage_ranks
+
+    @property
+    def has_backward(self) -> bool:
+        """False for evaluation, where only forwards run."""
+        return self.flow.has_backward
+
+    @property
+    def slices(self) -> int:
+        """The slices into which each microbatch is cut along the sequence, k; they pass through the stages one behind the other."""
+        return self.flow.slices
 
     @property
     def num_units(self) -> int:
         """The number of units, m*k: what actions, slots and sizes count. A unit is a slice, or a microbatch that is not cut."""
-        return self.num_microbatches * self.slices
+        return self.flow.num_units
 
     def units_of(self, microbatch: int) -> range:
         """Return the units of a microbatch, its slices in the order of the sequence: k*i to k*i + k-1."""
@@ -76,40 +80,44 @@ class PlanData:
 
     @property
     def depth(self) -> int:
-        """The number of stages that a microbatch passes: those of one direction, or of its path."""
-        return len(self.paths[0]) if self.paths else len(self.stage_ranks) // self.directions
+        """The number of stages that a microbatch passes: one for each part of the model."""
+        return len(self.flow.routes)
 
     def is_last(self, stage: int) -> bool:
         """Return whether a stage is the last one that its microbatches pass."""
-        return (stage + 1) % self.depth == 0
+        return self.flow.parts[stage] == self.depth - 1
 
     def is_first(self, stage: int) -> bool:
         """Return whether a stage is the first one that its microbatches pass."""
-        return stage % self.depth == 0
+        return self.flow.parts[stage] == 0
 
     def neighbour(self, stage: int, offset: int, unit: int = 0) -> int | None:
-        """Return the stage before (-1) or behind (+1) a stage, in its direction or on a unit's path; None if there is none."""
-        ends = self.is_last(stage) if offset > 0 else self.is_first(stage)
-        if ends:
-            return None
-        return self.paths[unit][stage % self.depth + offset] if self.paths else stage + offset
+        """Return the stage before (-1) or behind (+1) a stage, on the route of a unit; None if there is none.
+
+        Of a unit that does not pass the stage, it is the one for the first unit that does.
+        """
+        flow = self.flow
+        turn, turns = flow.turn_of(unit), flow.turns_of(stage)
+        turn = turn if turn in turns or not turns else turns[0]
+        ends = (flow.gives if offset > 0 else flow.needs)(Op.F, stage, turn)
+        return next((end.stage for end in ends if end.op == Op.F and not end.name), None)
 
     def passes(self, stage: int, unit: int) -> bool:
-        """Return whether a unit passes a stage: microbatches take the directions in turns, or have paths."""
-        if self.paths:
-            return self.paths[unit][stage % self.depth] == stage
-        return unit // self.slices % self.directions == stage // self.depth
+        """Return whether a unit passes a stage."""
+        return self.flow.turn_of(unit) in self.flow.turns_of(stage)
 
     def other_end(self, action: Action) -> Identity:
-        """Return the identity of the action at the other end of the transfer that an action starts, as `Action.other_end`."""
-        op, stage, unit, part = action.other_end
-        there = self.neighbour(action.stage, stage - action.stage, unit) if self.paths and stage != action.stage else stage
-        assert there is not None, "a message leads to a stage"
-        return op, there, unit, part
+        """Return the identity of the action at the other end of the transfer that an action starts."""
+        op, stage, unit, part, _ = action
+        if op not in BETWEEN_STAGES:
+            return OTHER_END[op], stage, unit, part
+        other = part - 1 if part else self.neighbour(stage, 1 if op in (Op.SEND_F, Op.RECV_B) else -1, unit)
+        assert other is not None, "a message leads to a stage"
+        return OTHER_END[op], other, unit, part and stage + 1
 
     def twin(self, stage: int) -> int | None:
-        """Return the stage of the other direction that holds the same weights; None in a plan of one direction."""
-        return None if self.directions == 1 else (stage + self.depth) % self.num_stages
+        """Return the stage that holds the same weights on another rank, and adds up its gradients with this one, or None."""
+        return self.flow.twins.get(stage)
 
     def show(self, action: Action) -> str:
         """Write an action for people: with its microbatch and slice."""
@@ -165,13 +173,11 @@ class PlanData:
         """Return the meter that counts the plan's memory: in bytes where it has sizes, else in slots."""
         if self.sizes is None:
             return SLOTS
-        meter = bytes_meter(self.sizes, self.stage_ranks, self.depth, self.skips, local=self.local)
-        return meter._replace(overlapped=self.overlapped)
+        return bytes_meter(self.sizes, self.flow)._replace(overlapped=self.overlapped)
 
     def activations_meter(self) -> Meter:
         """Return the meter that counts only saved bytes, without messages."""
-        meter = bytes_meter(self._sized().without_messages(), self.stage_ranks, self.depth, local=self.local)
-        return meter._replace(overlapped=self.overlapped)
+        return bytes_meter(self._sized().without_messages(), self.flow)._replace(overlapped=self.overlapped)
 
     @property
     def peak_slots(self) -> tuple[int, ...]:
@@ -236,31 +242,6 @@ class PlanData:
     def recomputed(self, rank: int) -> set[MicrobatchKey]:
         """Return the (stage, microbatch) pairs whose forward runs twice on a rank: the first forward keeps only its input."""
         return {action.key for action in self.actions[rank] if action.op is Op.R}
-
-
-@lru_cache(maxsize=16)
-def _flow_of(
-    stage_ranks: tuple[int, ...],
-    num_microbatches: int,
-    has_backward: bool,
-    slices: int,
-    directions: int,
-    skips: tuple[Skip, ...],
-    local: bool,
-    paths: tuple[tuple[int, ...], ...],
-) -> Flow:
-    depth = len(paths[0]) if paths else len(stage_ranks) // directions
-    flow = shaped(None, "chain", stage_ranks[:depth], num_microbatches, has_backward)
-    if directions > 1:
-        routes = tuple(tuple(range(first, first + depth)) for first in range(0, directions * depth, depth))
-        flow = shaped(flow, "alternatives", stage_ranks, routes, True)
-    if paths:
-        flow = shaped(flow, "alternatives", stage_ranks, paths, False)
-    if slices > 1:
-        flow = shaped(flow, "slices", slices)
-    if skips:
-        flow = shaped(flow, "skips", skips)
-    return shaped(flow, "local") if local else flow
 
 
 @contextmanager

@@ -19,7 +19,7 @@ __all__: list[str] = []
 def _enablers() -> dict[Op, Op]:
     """Return for each operation the one at the other end that must happen before it can go on."""
     enabled_by = {Op.ACCEPT: Op.EVICT, Op.WAIT_REDUCE_GRAD: Op.REDUCE_GRAD}
-    for send, (receive, _) in RECEIVER_OF.items():
+    for send, receive in RECEIVER_OF.items():
         enabled_by[WAIT_OF[receive]] = send
         enabled_by[WAIT_OF[send]] = WAIT_OF[receive]
     return enabled_by

@@ -10,32 +10,47 @@ from typing import NamedTuple
 from bpipe.errors import ConfigurationError
 from bpipe.plan.action import Action, Op
 
-__all__ = ["Sizes", "SkipSizes", "StageSizes"]
+__all__ = ["Amount", "Sizes", "StageSizes"]
 
 MOST_PARTS = 1023  # of a microbatch on a stage
 MOST_BYTES = 2**48  # of a stage or a rank: more than there are, and few enough for sums of 64 bits
 
 
-class SkipSizes(NamedTuple):
-    """The bytes of a skip for one microbatch, or one slice, on a stage that makes or uses it.
+# The names of amounts. Those of values with a name of their own, such as skips, are the values' names in the flow.
+IN, OUT = "in", "out"  # the message from the part before, and that to the part behind: the results and the loss, if there is none
+LOSS = "loss"  # what a stage with a loss of its own makes beside its message: its prediction and the loss
+STATE = "state"  # of a slice, what the slices behind it read, such as keys and values
+GIVEN, COLLECTED = "given", "collected"  # gradients of states: the first ones for slices before, and those that slices behind gave
+GRADIENTS = "gradients"  # of a stage's weights, which its twin sends
+
+
+class Amount(NamedTuple):
+    """Bytes that a unit takes on a stage besides what its forward alone holds, or of which others hold some, too.
 
     Args:
-        place: the skip's in `Plan.skips`.
-        num_bytes: of its value.
-        kept: those of them that are among the stage's saved bytes.
-        joint: on the stage that makes it, those that are not saved, and lie in the message to the next stage as well.
-        gradient: the bytes of its gradients.
+        name: what it is, as above.
+        num_bytes: how many. A `STATE` is among the stage's fixed bytes: the slices behind run forward after it and backward before
+            it, so that it stays until its own backward, even if the slice is recomputed. What a slice has `GIVEN` stays until the
+            backwards of the slices before; what it adds to gradients that are there already takes nothing more.
+        kept: those of them that are among the stage's saved bytes, so that they count once.
+        joint: on the stage that makes it, those that are not saved, and lie in the message to the next part as well.
+        gradient: the bytes of its gradient; default: as many.
 
     Example:
-        >>> StageSizes(parts=(400,), skips=(SkipSizes(place=0, num_bytes=100),)).skips[0].num_bytes
+        >>> Amount("0-2", 100).gradient_bytes
         100
     """
 
-    place: int
+    name: str
     num_bytes: int
     kept: int = 0
     joint: int = 0
-    gradient: int = 0
+    gradient: int | None = None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of its gradient."""
+        return self.num_bytes if self.gradient is None else self.gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,66 +61,47 @@ class StageSizes:
         parts: its saved bytes that can move: one number, or one for each part that can move by itself, in the order in
             which the forward saves them.
         fixed: its saved bytes that cannot move.
-        received: the message from the previous stage; the gradient sent back is as large.
-        sent: the message to the next stage, or the results of the last stage and the loss; its gradient is as large.
-        kept_received: the bytes of `received` that are among the saved bytes.
-        kept_sent: the bytes of `sent` that are among the saved bytes.
         between: its bytes between I and W, including gradients that wait for W; None: all its saved bytes.
-        state: of a slice, the bytes of `fixed` that are its state, such as keys and values, which the slices behind it read: they
-            run forward after it and backward before it, so that it stays until its own backward, even if the slice is recomputed.
-        given: of a slice, the bytes of the first gradients that its backward gives to states of earlier slices, which stay until
-            the backwards of these; what it adds to gradients that are there already takes nothing more.
-        collected: of a slice, the bytes of the gradients that later slices have given to its state, which its backward frees.
-        gradients: in a plan of two directions, the bytes of the stage's gradients, which its twin sends: they take as many bytes
-            until they are added up.
-        results: in a plan whose gradients stay in their stage, what a stage that is not the last one makes beside its message: its
-            prediction and its loss, whose gradient is as large.
-        kept_results: the bytes of `results` that are among the saved bytes.
-        skips: the bytes of the skips that the stage makes or uses, in ascending order of places; one that is missing counts as
-            nothing.
+        amounts: its messages and whatever else it takes, by name; one that is missing counts as nothing.
 
     Raises:
-        ConfigurationError: a negative number, or one of more than 256 TiB; no part, or more than 1023; a kept size larger
-            than its message, a state larger than `fixed`, or a skip that is there twice or keeps more than it has.
+        ConfigurationError: a negative number, or one of more than 256 TiB; no part, or more than 1023; an amount that is there
+            twice, or keeps more than it has, or a state larger than `fixed`.
 
     Example:
-        >>> stage = StageSizes(parts=(300, 100), fixed=50, received=40, sent=40)
-        >>> sum(stage.parts) + stage.fixed  # what a microbatch saves
-        450
+        >>> stage = StageSizes(parts=(300, 100), fixed=50, amounts=(Amount("in", 40), Amount("out", 40, kept=30)))
+        >>> stage.saved, stage["out"].num_bytes, stage["loss"].num_bytes
+        (450, 40, 0)
     """
 
     parts: tuple[int, ...]
     fixed: int = 0
-    received: int = 0
-    sent: int = 0
-    kept_received: int = 0
-    kept_sent: int = 0
     between: int | None = None
-    state: int = 0
-    given: int = 0
-    collected: int = 0
-    gradients: int = 0
-    results: int = 0
-    kept_results: int = 0
-    skips: tuple[SkipSizes, ...] = ()
+    amounts: tuple[Amount, ...] = ()
 
     def __post_init__(self) -> None:
-        messages = (self.received, self.sent, self.kept_received, self.kept_sent, self.results, self.kept_results)
-        numbers = (*self.parts, self.fixed, self.state, self.given, self.collected, self.gradients, self.between or 0, *messages)
+        amounts = tuple(sorted(amount for amount in self.amounts if any(number for number in amount[1:])))
+        object.__setattr__(self, "amounts", amounts)
+        numbers = [*self.parts, self.fixed, self.between or 0, *(number or 0 for amount in amounts for number in amount[1:])]
         if not self.parts or not all(isinstance(n, int) and n >= 0 for n in numbers):
-            raise ConfigurationError(f"sizes must be whole numbers of at least 0, with at least one part: {self}")
+            raise ConfigurationError(f"sizes must be whole numbers of at least 0, with at least one part: {self!s:.400}")
         if max(*numbers, self.saved) > MOST_BYTES or len(self.parts) > MOST_PARTS:
             raise ConfigurationError(f"a stage's microbatch has at most {MOST_BYTES} bytes and {MOST_PARTS} parts: {self!s:.200}")
-        kept = (self.kept_received, self.received), (self.kept_sent, self.sent), (self.kept_results, self.results)
-        if any(one > min(message, self.saved) for one, message in kept):
-            raise ConfigurationError(f"a stage cannot keep more of a message than it has: {self}")
-        if not all(isinstance(number, int) and 0 <= number <= MOST_BYTES for skip in self.skips for number in skip):
-            raise ConfigurationError(f"the sizes of skips must be whole numbers from 0 to {MOST_BYTES}: {self.skips!s:.200}")
-        places = [skip.place for skip in self.skips]
-        if places != sorted(set(places)) or any(skip.kept + skip.joint > skip.num_bytes for skip in self.skips):
-            raise ConfigurationError(f"each skip has one size, and keeps no more of it than it has: {self.skips!s:.200}")
-        if self.state > self.fixed:
-            raise ConfigurationError(f"a slice's state is among its fixed bytes, and cannot be more: {self}")
+        if any(one.kept > self.saved or one.kept + one.joint > one.num_bytes for one in amounts):
+            raise ConfigurationError(f"a stage cannot keep more of a message than it has: {self!s:.400}")
+        if len({amount.name for amount in amounts}) < len(amounts):
+            raise ConfigurationError(f"an amount is there twice: {amounts!s:.400}")
+        if self[STATE].num_bytes > self.fixed:
+            raise ConfigurationError(f"a slice's state is among its fixed bytes, and cannot be more: {self!s:.400}")
+
+    def __getitem__(self, name: str) -> Amount:
+        """Return an amount by name; one of nothing if it is missing."""
+        return next((amount for amount in self.amounts if amount.name == name), Amount(name, 0))
+
+    def with_amounts(self, *amounts: Amount) -> StageSizes:
+        """Return these sizes with other amounts in the place of those with the same names."""
+        names = {amount.name for amount in amounts}
+        return replace(self, amounts=(*(one for one in self.amounts if one.name not in names), *amounts))
 
     @property
     def movable(self) -> int:
@@ -124,8 +120,7 @@ class StageSizes:
 
     def without_messages(self) -> StageSizes:
         """Return these sizes with only the saved bytes."""
-        alone = replace(self, received=0, sent=0, kept_received=0, kept_sent=0, gradients=0, skips=())
-        return replace(alone, results=0, kept_results=0)
+        return replace(self, amounts=tuple(amount for amount in self.amounts if amount.name in (STATE, GIVEN, COLLECTED)))
 
     def moved(self, part: int) -> int:
         """Return the bytes that an eviction of a part moves; part 0 stands for all parts."""
@@ -228,14 +223,14 @@ class Sizes:
         return self.at(*action.key).moved(action.part)
 
     def carried(self, action: Action) -> int:
-        """Return the bytes that a transfer carries, on either end: an output is `sent`, a gradient its sender's `received`."""
+        """Return the bytes that a transfer carries, on either end: an output, or the gradient of its receiver's input."""
         op, stage, unit, *_ = action
         if op is Op.SEND_F or op is Op.RECV_F:
-            return self.at(stage - (op is Op.RECV_F), unit).sent
+            return self.at(stage - (op is Op.RECV_F), unit)[OUT].num_bytes
         if op is Op.SEND_B or op is Op.RECV_B:
-            return self.at(stage + (op is Op.RECV_B), unit).received
+            return self.at(stage + (op is Op.RECV_B), unit)[IN].gradient_bytes
         if op is Op.REDUCE_GRAD:
-            return self.stages[stage].gradients
+            return self.stages[stage][GRADIENTS].num_bytes
         return self.moved(action)
 
 
@@ -243,10 +238,10 @@ def gradients_are_collected(slices: Sequence[StageSizes]) -> bool:
     """Return whether the slices of a microbatch collect on a stage, in the order of backwards, all that later ones have given."""
     waiting = 0
     for sizes in reversed(slices):
-        waiting -= sizes.collected
+        waiting -= sizes[COLLECTED].num_bytes
         if waiting < 0:
             return False
-        waiting += sizes.given
+        waiting += sizes[GIVEN].num_bytes
     return not waiting
 
 

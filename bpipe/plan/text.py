@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -11,30 +12,25 @@ from functools import partial
 from typing import Any, TypeVar
 
 from bpipe.errors import ConfigurationError, PlanError, is_printable
+from bpipe.flow.flow import Flow, Shape
+from bpipe.flow.shaping import made_by
 from bpipe.plan.action import START_OF, Action, MicrobatchKey, Op
 from bpipe.plan.plan_data import PlanData
-from bpipe.plan.sizes import Sizes, SkipSizes, StageSizes
-from bpipe.skips.routes import wrong_with
+from bpipe.plan.sizes import Amount, Sizes, StageSizes
 
 __all__: list[str] = []
 
 AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
-HEADER = re.compile(
-    r"bpipe-plan 1 name=(?P<name>\S+) microbatches=(?P<microbatches>\d{1,9}) "
-    r"stage_ranks=(?P<stage_ranks>\d{1,9}(?:,\d{1,9})*) slots=(?P<slots>[\d,-]+) backward=(?P<backward>[01])"
-    r"(?: slices=(?P<slices>\d{1,9}))?(?: directions=(?P<directions>\d{1,9}))?"
-    r"(?: skips=(?P<skips>\d{1,9}(?:>\d{1,9})+(?:,\d{1,9}(?:>\d{1,9})+)*))?"
-    r"(?: paths=(?P<paths>\d{1,9}(?:-\d{1,9})*(?:,\d{1,9}(?:-\d{1,9})*)*))?(?P<local> local)?",
-    re.ASCII,
-)
-
+HEADER = re.compile(r"bpipe-plan 2 name=(?P<name>\S+) slots=(?P<slots>[\d,-]+)", re.ASCII)
+SHAPE = re.compile(r"flow (?P<name>[a-z_]{1,32}) (?P<arguments>\[.*\])", re.ASCII)
 PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B", re.ASCII)  # as torch writes it
+OF_CSV = ("slices",)  # shapes beside a chain that a CSV can tell
 MOST_NAME = 256  # characters
 MOST_DIGITS = 18
 MOST_SHOWN = 60  # of what could not be read, in an error
-NUMBERS = ("fixed", "received", "sent", "kept_received", "kept_sent", "between")  # of a stage, the last one if there is one
-NAMED = ("state", "given", "collected", "gradients", "results", "kept_results")  # likewise, by name, where they are not 0
+BETWEEN = "between"  # beside the names of amounts
+AMOUNT = re.compile(r"[a-z]{1,16}|\d{1,9}(?:-\d{1,9})+", re.ASCII)
 
 
 def wrong_with_name(name: str) -> str:
@@ -47,20 +43,9 @@ def wrong_with_name(name: str) -> str:
 
 
 def to_text(plan: PlanData) -> str:
-    """Write a header, then one line per rank and lane; a peer is written unless it is the neighbour that the placement implies.
-
-    Where microbatches have paths, every message says where it goes.
-    """
-    slots = ",".join("-" if k is None else str(k) for k in plan.slots)
-    lines = [
-        f"bpipe-plan 1 name={plan.name} microbatches={plan.num_microbatches} "
-        f"stage_ranks={','.join(map(str, plan.stage_ranks))} slots={slots} backward={int(plan.has_backward)}"
-        + f" slices={plan.slices}" * (plan.slices > 1)
-        + f" directions={plan.directions}" * (plan.directions > 1)
-        + (f" skips={','.join('>'.join(map(str, skip)) for skip in plan.skips)}" if plan.skips else "")
-        + (f" paths={','.join('-'.join(map(str, path)) for path in plan.paths)}" if plan.paths else "")
-        + " local" * plan.local
-    ]
+    """Write a header, what the plan computes, then one line per rank and lane; a peer is written unless the flow implies it."""
+    lines = [f"bpipe-plan 2 name={plan.name} slots={','.join('-' if k is None else str(k) for k in plan.slots)}"]
+    lines += [f"flow {name} {json.dumps(arguments, separators=(',', ':'))}" for name, arguments in plan.flow.shapes]
     if plan.sizes is not None:
         for number, stages in enumerate(plan.sizes.by_slice):
             names = [f"{stage}/{number}" if plan.sizes.later_slices else f"{stage}" for stage in range(len(stages))]
@@ -79,57 +64,52 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
     head, *lines = text.splitlines() or [""]
     match = HEADER.fullmatch(head)
     if match is None:
-        raise PlanError(f"not a plan: the first line is {head[:80]!r}, expected 'bpipe-plan 1 name=... microbatches=...'")
-    num_sizes = sum(line.startswith(("size ", "static:", "budgets:")) for line in lines)
-    plan = plan_class(**_described(match), actions=(), served=())
-    sizes, budgets = _read_sizes(lines[:num_sizes], plan.num_stages)
-    return replace(plan, sizes=sizes, budgets=budgets, **_read_lanes(list(enumerate(lines, start=2))[num_sizes:], plan))
-
-
-def _described(match: re.Match[str]) -> dict[str, Any]:
-    """Return the fields of a plan that its first line tells."""
+        raise PlanError(f"not a plan: the first line is {head[:80]!r}, expected 'bpipe-plan 2 name=... slots=...'")
     if wrong := wrong_with_name(match["name"]):
         raise PlanError(f"not a plan: {wrong}")
-    stage_ranks = tuple(map(int, match["stage_ranks"].split(",")))
     try:
         slots = tuple(map(_limit, match["slots"].split(",")))
     except ValueError as error:
         raise PlanError(f"not a plan: slots={match['slots'][:MOST_SHOWN]!r} is not a list of numbers and '-'") from error
-    slices, directions = int(match["slices"] or 1), int(match["directions"] or 1)
-    if slices < 1:
-        raise PlanError("not a plan: slices=0, expected at least 1")
-    if directions not in (1, 2) or len(stage_ranks) % directions:
-        raise PlanError(f"not a plan: {len(stage_ranks)} stages in directions={directions}, expected 1, or 2 with half each")
-    paths = tuple(tuple(map(int, path.split("-"))) for path in (match["paths"] or "").split(",") if path)
-    skips = tuple(tuple(map(int, skip.split(">"))) for skip in (match["skips"] or "").split(",") if skip)
-    if wrong := wrong_with(skips, len(paths[0]) if paths else len(stage_ranks) // directions):
-        raise PlanError(f"not a plan: {wrong}")
-    return {
-        "name": match["name"],
-        "num_microbatches": int(match["microbatches"]),
-        "stage_ranks": stage_ranks,
-        "slots": slots,
-        "has_backward": match["backward"] == "1",
-        "slices": slices,
-        "directions": directions,
-        "skips": skips,
-        "local": match["local"] is not None,
-        "paths": paths,
-    }
+    num_shapes = sum(line.startswith("flow ") for line in lines)
+    flow = _read_flow(lines[:num_shapes])
+    num_read = num_shapes + sum(line.startswith(("size ", "static:", "budgets:")) for line in lines)
+    plan = plan_class(name=match["name"], flow=flow, slots=slots, actions=(), served=())
+    sizes, budgets = _read_sizes(lines[num_shapes:num_read], plan.num_stages)
+    return replace(plan, sizes=sizes, budgets=budgets, **_read_lanes(list(enumerate(lines, start=2))[num_read:], plan))
+
+
+def _read_flow(lines: Sequence[str]) -> Flow:
+    """Make the flow whose shapes are written one a line, each with its arguments."""
+    shapes: list[Shape] = []
+    try:
+        for line in lines:
+            match = SHAPE.fullmatch(line)
+            if match is None:
+                raise ValueError(f"{line[:MOST_SHOWN]!r} is no shape of a flow: expected such as 'flow chain [[0,1],4,true]'")
+            shapes.append(Shape(match["name"], _tuples(json.loads(match["arguments"], parse_int=_whole))))
+        return made_by(shapes)
+    except (RecursionError, TypeError, ValueError) as error:
+        raise PlanError(f"not a plan: what it computes cannot be read: {error!s:.300}") from error
+
+
+def _tuples(value: Any) -> Any:
+    """Return what was read with tuples in the place of lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _read_lanes(lines: Iterable[tuple[int, str]], plan: PlanData) -> dict[str, Any]:
     """Return the fields of a plan that its lines of actions tell."""
     overlapped: set[MicrobatchKey] = set()
     lanes = {"rank": list[tuple[Action, ...]](), "serve": list[tuple[Action, ...]]()}
-    implied = partial(_with_peer, stage_ranks=plan.stage_ranks, depth=plan.depth)
+    implied = partial(_with_peer, plan)
     for number, line in lines:
         start, _, words = line.partition(":")
         kind, _, rank = start.partition(" ")
         if kind not in lanes or rank != str(len(lanes[kind])):
             raise PlanError(f"not a plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
         actions = (action for word in words.split() for action in read_word(word, plan.slices, overlapped))
-        lanes[kind].append(tuple(actions) if plan.paths else tuple(map(implied, actions)))
+        lanes[kind].append(tuple(map(implied, actions)))
     if not lanes["rank"]:
         raise PlanError("not a plan: it has no line that starts 'rank 0:'")
     return {"actions": tuple(lanes["rank"]), "served": tuple(lanes["serve"]), "overlapped": frozenset(overlapped)}
@@ -148,11 +128,13 @@ def _limit(word: str) -> int | None:
 
 def stage_text(stage: StageSizes) -> str:
     """Write a stage's sizes as words that `read_stage` reads."""
-    numbers = [getattr(stage, name) for name in NUMBERS]
-    named = [f"{name}={number}" for name in NAMED if (number := getattr(stage, name))]
-    skips = f"skips={','.join(':'.join(map(str, skip)) for skip in stage.skips)}"
-    in_order = (str(number) for number in numbers if number is not None)
-    return " ".join([",".join(map(str, stage.parts)), *in_order, *named, *([skips] if stage.skips else [])])
+    words = [",".join(map(str, stage.parts)), str(stage.fixed)]
+    words += [f"{BETWEEN}={stage.between}"] * (stage.between is not None)
+    for name, *numbers in stage.amounts:
+        while numbers and not numbers[-1] and (len(numbers) < len(Amount._fields) - 1 or numbers[-1] is None):
+            numbers.pop()
+        words.append(f"{name}={':'.join(map(str, numbers))}")
+    return " ".join(words)
 
 
 def _read_sizes(lines: list[str], num_stages: int) -> tuple[Sizes | None, tuple[int | None, ...] | None]:
@@ -189,35 +171,30 @@ def _read_sizes(lines: list[str], num_stages: int) -> tuple[Sizes | None, tuple[
 
 
 def read_stage(words: list[str]) -> StageSizes:
-    """Read the parts of a stage, its numbers in order, and then those of slices by their names.
+    """Read the parts of a stage, its fixed bytes, and what has a name.
 
     Raises:
         ValueError: a word is missing, or is not what stands at its place.
         ConfigurationError: no stage has such sizes.
     """
-    parts, *numbers = words
-    named: dict[str, int] = {}
-    words = numbers.pop().removeprefix("skips=").split(",") if numbers and numbers[-1].startswith("skips=") else []
-    while numbers and "=" in numbers[-1]:
-        name, _, number = numbers.pop().partition("=")
-        if name not in NAMED or name in named:
-            raise ValueError(f"{name[:MOST_SHOWN]}= is unknown, or there twice")
-        named[name] = _whole(number)
-    if len(numbers) not in (len(NUMBERS) - 1, len(NUMBERS)):
-        raise ValueError(f"{len(numbers)} numbers")
-    in_order, skips = dict(zip(NUMBERS, map(_whole, numbers))), tuple(map(_read_skip, words))
-    return StageSizes(parts=tuple(map(_whole, parts.split(","))), **in_order, **named, skips=skips)
-
-
-def _read_skip(word: str) -> SkipSizes:
-    numbers = list(map(_whole, word.split(":")))
-    if len(numbers) != len(SkipSizes._fields):
-        raise ValueError(f"a skip with {len(numbers)} numbers")
-    return SkipSizes(*numbers)
+    parts, fixed, *named = words
+    amounts: list[Amount] = []
+    between: int | None = None
+    for word in named:
+        name, _, numbers = word.partition("=")
+        values = list(map(_whole, numbers.split(":")))
+        if name == BETWEEN and between is None:
+            (between,) = values
+        elif AMOUNT.fullmatch(name) and len(values) < len(Amount._fields):
+            amounts.append(Amount(name, *values))
+        else:
+            raise ValueError(f"{word[:MOST_SHOWN]!r} has too many numbers, or is no name of bytes, or there twice")
+    movable = tuple(map(_whole, parts.split(",")))
+    return StageSizes(parts=movable, fixed=_whole(fixed), between=between, amounts=tuple(amounts))
 
 
 def _write(plan: PlanData, action: Action) -> str:
-    if action.peer == (None if plan.paths else _implied_peer(action, plan.stage_ranks, plan.depth)):
+    if action.peer == _implied_peer(plan, action):
         return plan.show(action)
     return f"{plan.show(action)}{action.at_peer or '@none'}"  # a valid plan never has it, and `parse` refuses it
 
@@ -250,21 +227,21 @@ def read_word(word: str, slices: int, overlapped: set[MicrobatchKey]) -> list[Ac
     return pair
 
 
-def _with_peer(action: Action, stage_ranks: tuple[int, ...], depth: int) -> Action:
-    return action if action.peer is not None else action._replace(peer=_implied_peer(action, stage_ranks, depth))
+def _with_peer(plan: PlanData, action: Action) -> Action:
+    return action if action.peer is not None else action._replace(peer=_implied_peer(plan, action))
 
 
 SEND_WAITS = {Op.WAIT_SEND_F, Op.WAIT_SEND_B}
 _NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_B: 1, Op.RECV_F: -1, Op.SEND_B: -1}
 
 
-def _implied_peer(action: Action, stage_ranks: tuple[int, ...], depth: int) -> int | None:
+def _implied_peer(plan: PlanData, action: Action) -> int | None:
+    """Return the rank of the stage with which the flow exchanges a message."""
     offset = _NEIGHBOUR.get(START_OF.get(action.op, action.op))
-    if offset is not None and action.part:
-        return stage_ranks[action.part - 1] if action.part <= len(stage_ranks) else None
-    if offset is None or action.stage >= len(stage_ranks) or not 0 <= action.stage % depth + offset < depth:
+    if offset is None or action.stage >= plan.num_stages:
         return None
-    return stage_ranks[action.stage + offset]
+    other = action.part - 1 if action.part else plan.neighbour(action.stage, offset, action.microbatch)
+    return plan.stage_ranks[other] if other is not None and other < plan.num_stages else None
 
 
 def to_csv(plan: PlanData, *, send_waits: bool) -> str:
@@ -273,13 +250,11 @@ def to_csv(plan: PlanData, *, send_waits: bool) -> str:
     A plan of slices begins with a cell that says how many a microbatch has, at which torch stops: it would read `0F3/1` as `0F3`.
     """
     actions = [action for lane in plan.actions for action in lane]
+    others = [shape.name for shape in plan.flow.shapes[1:] if shape.name not in OF_CSV]
     for what, is_so in (
         ("evicts", any(action.op is Op.EVICT for action in actions)),
         ("recomputes", any(action.op is Op.R for action in actions)),
-        ("has two directions", plan.directions > 1),
-        ("has skips", bool(plan.skips)),
-        ("keeps gradients in their stages", plan.local),
-        ("has paths", bool(plan.paths)),
+        (f"is no chain of stages, but has {', '.join(others)}", bool(others)),
     ):
         if is_so:
             raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot express: use to_text()")

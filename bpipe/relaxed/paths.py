@@ -20,6 +20,7 @@ from heapq import heappop, heappush
 
 from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
+from bpipe.flow.shaping import shaped
 from bpipe.plan.action import Action, Op
 from bpipe.plan.plan import Plan
 from bpipe.relaxed.dealing import deal
@@ -66,7 +67,7 @@ def routed_plan(
 
     Example:
         >>> plan = routed_plan(4, [[1, 1], [2, 2]])
-        >>> plan.paths
+        >>> plan.flow.arguments("alternatives")[1]
         ((0, 1), (2, 3), (2, 3), (0, 1))
         >>> [str(action) for action in plan.compute(2)]
         ['2F1', '2F2', '2B1', '2B2']
@@ -78,14 +79,13 @@ def routed_plan(
         raise ConfigurationError(f"throughputs of {counts} stages: give each replica one for each stage")
     num_ranks = depth * len(throughputs)
     paths = paths or paths_of(num_microbatches, throughputs)
+    chain = shaped(None, "chain", tuple(range(depth)), num_microbatches)
     plan = Plan(
         name="routes",
-        num_microbatches=num_microbatches,
-        stage_ranks=tuple(range(num_ranks)),
+        flow=shaped(chain, "alternatives", tuple(range(num_ranks)), paths, False),
         actions=_greedy(paths, [speed for replica in throughputs for speed in replica], in_flight),
         served=((),) * num_ranks,
         slots=(None,) * num_ranks,
-        paths=paths,
     )
     return finish(plan)
 

@@ -32,6 +32,7 @@ from bpipe.logs import LOG
 from bpipe.model.call import Call, Specs
 from bpipe.model.stage import PipelineStage, as_replica
 from bpipe.not_copied import NotCopied
+from bpipe.parallel.directions import paths_of
 from bpipe.plan.plan import Plan
 from bpipe.relaxed.attendance import Attendance
 from bpipe.relaxed.compression import CompressedTransport
@@ -347,7 +348,7 @@ class Routes(NotCopied):
     def _deal(self, plans: _RoutedPlans) -> None:
         """Deal the microbatches, unless it would hardly differ from the step before."""
         seats = self._attendance.seats
-        if (paths := self._speeds.better_paths(plans.plan.paths, seats)) is not None:
+        if (paths := self._speeds.better_paths(paths_of(plans.plan.flow), seats)) is not None:
             plans.take(routed_plan(self._m, self._speeds.table(seats), paths, in_flight=self._in_flight))
 
     def _attempt(self, call: Call) -> Told:
@@ -383,7 +384,7 @@ class Routes(NotCopied):
 
     def _told(self, plan: Plan, losses: Sequence[torch.Tensor]) -> bytes:
         """Return what this rank tells the others of the step: its losses, its speed, and whether it has seen newcomers."""
-        mine = [unit for unit, path in enumerate(plan.paths) if self._seat in path]
+        mine = [unit for unit, path in enumerate(paths_of(plan.flow)) if self._seat in path]
         speed = len(mine) / self._watch.seconds if mine and self._watch.seconds else None
         try:
             has_newcomers = self._attendance.has_newcomers()

@@ -12,7 +12,7 @@ from bpipe.passes.overlap import overlap
 from bpipe.plan.action import Action, Channel, Op, Purpose
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
-from bpipe.plan.sizes import Sizes, SkipSizes, StageSizes
+from bpipe.plan.sizes import Amount, Sizes, StageSizes
 from bpipe.schedules.by_name import build, finish
 from bpipe.schedules.formulas import check_rule
 from bpipe.schedules.registry import names, register, rules, unregister
@@ -26,6 +26,7 @@ from bpipe.verifier.proof import verify
 
 __all__ = [
     "Action",
+    "Amount",
     "Channel",
     "Costs",
     "Destinations",
@@ -40,7 +41,6 @@ __all__ = [
     "Purpose",
     "Rule",
     "Sizes",
-    "SkipSizes",
     "Span",
     "StageSizes",
     "Timeline",

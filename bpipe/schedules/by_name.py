@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError, PlanError
+from bpipe.flow.shaping import shaped
 from bpipe.passes.balance.balance import balance
 from bpipe.passes.balance.problem import Choice
 from bpipe.passes.communicate import communicate, forward_only
@@ -16,7 +17,6 @@ from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.schedules.registry import rule_named
 from bpipe.schedules.rule import Rule
-from bpipe.skips.routes import wrong_with
 from bpipe.verifier.proof import verify
 
 __all__ = ["build", "finish", "forward_plan"]
@@ -54,8 +54,7 @@ def build(
 
     Raises:
         ConfigurationError: an unknown name, numbers that form no pipeline or that the schedule does not take, several slices
-            for a schedule of whole microbatches, pairs for one that has none or with skips, or a skip to a stage that is not a
-            later one.
+            for a schedule of whole microbatches, pairs for one that has none, or a skip to a stage that is not a later one.
         BudgetError: `slots` cannot be met; the message names the smallest that can.
         PlanError: the order of a rule that you registered breaks a rule of the verifier.
 
@@ -113,15 +112,11 @@ def computations_of(rule: Rule, num_stages: int, num_microbatches: int, num_rank
         )
     return Plan(
         name=rule.name,
-        num_microbatches=num_microbatches,
-        slices=rule.slices,
-        directions=rule.placement.directions,
-        stage_ranks=rule.placement.stage_ranks(num_ranks, stages_per_rank),
+        flow=rule.flow(num_ranks, num_microbatches, stages_per_rank),
         actions=tuple(map(tuple, lanes)),
         served=((),) * num_ranks,
         slots=(None,) * num_ranks,
         overlapped=frozenset() if rule.pairs is None else rule.pairs(num_ranks, num_microbatches, stages_per_rank),
-        local=rule.local,
     )
 
 
@@ -130,17 +125,12 @@ def _with_skips(plan: Plan, skips: Iterable[Sequence[int]]) -> Plan:
     if isinstance(skips, Mapping):
         raise ConfigurationError("build takes skips without their names: give skips.values()")
     given = [tuple(skip) if isinstance(skip, Sequence) and not isinstance(skip, str) else (skip,) for skip in skips]
-    if wrong := next(filter(None, (wrong_with([skip], plan.depth) for skip in given)), ""):
-        raise ConfigurationError(wrong)
-    found = tuple(sorted(set(given)))
-    if found and plan.overlapped:
-        raise ConfigurationError(f"{plan.name} runs no forward beside a backward in a model with skips: leave overlapped out")
-    if found and plan.local:
-        raise ConfigurationError(
-            f"{plan.name} keeps gradients in their stages, and a skip would need one that comes back from a later stage: hand the "
-            "value on with each stage's output instead, detached"
-        )
-    return replace(plan, skips=found) if found else plan
+    try:
+        for skip in given:
+            shaped(plan.flow, "skips", (skip,))
+        return replace(plan, flow=shaped(plan.flow, "skips", tuple(sorted(set(given))))) if given else plan
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def finish(plan: Plan) -> Plan:

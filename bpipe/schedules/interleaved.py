@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import partial
 from math import lcm
 
-from bpipe.flow.shapes import shaped
+from bpipe.flow.shaping import sliced
 from bpipe.passes.overlap import pairs_of
 from bpipe.plan.action import Action, MicrobatchKey, Op
 from bpipe.plan.order import backward_units
@@ -66,7 +66,7 @@ def _peak(p: int, m: int, v: int, x: int, k: int, ahead: int = 0) -> Fraction:
 
 
 def _pairs(p: int, m: int, v: int, k: int) -> frozenset[MicrobatchKey]:
-    return pairs_of(order(p, m, v, slices=k, ahead=1), shaped(Placement.LOOPED.flow(p, m, v), "slices", k))
+    return pairs_of(order(p, m, v, slices=k, ahead=1), sliced(Placement.LOOPED.flow(p, m, v), k))
 
 
 def _rule(k: int = 1) -> Rule:

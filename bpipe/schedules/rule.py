@@ -10,7 +10,7 @@ from itertools import count
 
 from bpipe.errors import ConfigurationError
 from bpipe.flow.flow import Flow
-from bpipe.flow.shapes import shaped
+from bpipe.flow.shaping import shaped, sliced
 from bpipe.plan.action import Action, MicrobatchKey
 
 __all__ = ["Placement", "Rule"]
@@ -120,7 +120,7 @@ class Rule:
 
     def flow(self, num_ranks: int, num_microbatches: int, stages_per_rank: int) -> Flow:
         """Return what is computed in a step, and who needs it."""
-        flow = shaped(self.placement.flow(num_ranks, num_microbatches, stages_per_rank), "slices", self.slices)
+        flow = sliced(self.placement.flow(num_ranks, num_microbatches, stages_per_rank), self.slices)
         return shaped(flow, "local") if self.local else flow
 
     def with_slices(self, slices: int) -> Rule:

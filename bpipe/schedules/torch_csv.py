@@ -7,6 +7,7 @@ import io
 import re
 
 from bpipe.errors import PlanError
+from bpipe.flow.shaping import shaped, sliced
 from bpipe.passes.communicate import communicate
 from bpipe.plan.action import COMPUTE, MicrobatchKey, Op
 from bpipe.plan.plan import Plan
@@ -49,16 +50,16 @@ def from_csv(text: str, name: str = "csv") -> Plan:
     owners = {action.stage: rank for rank, lane in enumerate(lanes) for action in lane}
     if sorted(owners) != list(range(len(owners))) or not owners:
         raise PlanError(f"not a schedule: stages {sorted(owners)} have computations, expected 0 to {max(owners, default=0)}")
+    stage_ranks = tuple(owners[stage] for stage in range(len(owners)))
+    num_microbatches = 1 + max(action.microbatch for lane in lanes for action in lane) // slices
+    has_backward = any(action.op is not Op.F for lane in lanes for action in lane)
     return communicate(
         Plan(
             name=name,
-            num_microbatches=1 + max(action.microbatch for lane in lanes for action in lane) // slices,
-            stage_ranks=tuple(owners[stage] for stage in range(len(owners))),
+            flow=sliced(shaped(None, "chain", stage_ranks, num_microbatches, has_backward), slices),
             actions=lanes,
             served=((),) * len(lanes),
             slots=(None,) * len(lanes),
-            has_backward=any(action.op is not Op.F for lane in lanes for action in lane),
-            slices=slices,
             overlapped=frozenset(overlapped),
         )
     )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 
+from bpipe.flow.shaping import with_other
 from bpipe.plan.action import Action
 from bpipe.plan.plan import Plan
 from bpipe.search.job_shop import JobShop, Lanes
@@ -45,7 +46,7 @@ def with_fewer(plan: Plan, num_microbatches: int) -> Plan:
     """
     units = num_microbatches * plan.slices
     lanes = tuple(tuple(action for action in lane if action.microbatch < units) for lane in plan.actions)
-    return replace(plan, actions=lanes, num_microbatches=num_microbatches)
+    return replace(plan, actions=lanes, flow=with_other(plan.flow, num_microbatches=num_microbatches))
 
 
 def with_more(few: JobShop, lanes: Lanes, many: JobShop) -> Lanes | None:

@@ -15,6 +15,7 @@ from math import inf
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
+from bpipe.parallel.directions import paths_of
 from bpipe.passes.balance.insert_evictions import mirrored
 from bpipe.passes.communicate import received_by
 from bpipe.plan.action import COMPUTE, HOST, Action, Identity, Op, OpKey
@@ -85,7 +86,7 @@ class JobShop:
     """
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
-        if plan.paths or plan.local:
+        if plan.flow.arguments("local") is not None or paths_of(plan.flow):
             raise ConfigurationError(f"{plan.name}: orders are searched for plans whose microbatches pass all stages and come back")
         self.plan = plan
         lanes = [self._items(plan, rank) for rank in range(plan.num_ranks)]
@@ -160,7 +161,7 @@ class JobShop:
                 post = self._number[action.start_identity]
                 consumers[post].append(Consumer(number, *self._message(self.actions[post], rank)))
             elif op in RESULTS:
-                kind = op, stage, unit % self.plan.slices
+                kind = op, stage, unit % (self.plan.slices * self.plan.flow.period)
                 if kind not in inputs:
                     inputs[kind] = list(self._inputs(action, rank))
                 for made, source_stage, message in inputs[kind]:
@@ -173,7 +174,7 @@ class JobShop:
             if self.plan.stage_ranks[stage] == rank:
                 yield op, stage, (SAME_RANK, 0.0, 0.0)
         for receive in received_by(self.plan, action):
-            yield Op.F if action.op is Op.F else Op.B, receive.other_end[1], self._message(receive, rank)
+            yield Op.F if action.op is Op.F else Op.B, self.plan.other_end(receive)[1], self._message(receive, rank)
 
     def _message(self, post: Action, rank: int) -> Message:
         """Return how a transfer comes to its end, which a rank receives, or sends if it is an eviction."""
@@ -199,12 +200,8 @@ class JobShop:
         """What each item allocates, and what it frees."""
         meter = self.plan.meter() if self.plan.sizes is None else self.plan.activations_meter()
         again = {action.key for action in self.actions if action.op is Op.R}
-        both: tuple[list[int], list[int]] = [], []
-        for action in self.actions:
-            amounts = meter.recomputed if action[1:3] in again else meter.usual
-            for by_op, found in zip(amounts, both):
-                found.append(by_op[action[0]](action) if action[0] in by_op else 0)
-        return both
+        takes, gives = zip(*(meter.change(action, again=action.key in again) for action in self.actions))
+        return list(takes), list(gives)
 
     def run(self, lanes: Lanes) -> Times | None:
         """Return when everything runs in an order; None if it never ends, because ranks wait for each other in a cycle."""

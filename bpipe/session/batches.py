@@ -80,10 +80,10 @@ def _some_of(tensor: torch.Tensor) -> list[str]:
 
 def difference(records: Sequence[StepRecord], plan: Plan) -> str:
     """Return in words that the first and the last stage are given different batches; empty if they are not, as far as is known."""
-    if plan.local:  # each stage has a loss of its own
+    if plan.flow.arguments("local") is not None:  # each stage has a loss of its own
         return ""
     owner = {stage: rank for rank, record in enumerate(records) for stage in record.stages}
-    depth = plan.num_stages // plan.directions
+    depth = plan.depth
     ends = [(owner.get(stage), owner.get(stage + depth - 1)) for stage in range(0, plan.num_stages, depth)]
     for first, last in ends:
         if first is None or last is None:  # no microbatch passes it

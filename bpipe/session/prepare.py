@@ -63,7 +63,7 @@ class Preparation:
         if not FOLLOWS and any(map(plan.evicted, range(plan.num_ranks))):
             check_follows()
         context, holds_last_stage = self._context, any(stage.is_last for stage in self._context.stages.values())
-        has_loss = holds_last_stage or plan.local
+        has_loss = holds_last_stage or plan.flow.arguments("local") is not None
         given = microbatches_of(call, plan.num_microbatches, context.specs, is_training=is_training)
         used = compress(given.sizes, (any(stage.is_first for stage in context.stages.values()), True, has_loss))
         batch_size = next(filter(None, used), 0)
@@ -108,7 +108,7 @@ class Preparation:
             raise ConfigurationError(
                 f"stage {next(iter(context.stages))} has a loss of its own but step() got no target: pass target= (or target_mbs=) "
                 "on every rank"
-                if plan.local
+                if plan.flow.arguments("local") is not None
                 else "the last stage has a loss_fn but step() got no target: pass target= (or target_mbs=) on the last stage's rank"
             )
         modules = {index: stage.submod for index, stage in context.stages.items()}

@@ -32,6 +32,7 @@ from bpipe.model import microbatch as mb
 from bpipe.model.call import Call
 from bpipe.model.cut import cut_of
 from bpipe.model.merging import check_merge, merge_or_list
+from bpipe.parallel.directions import directions_of
 from bpipe.parallel.fsdp import REDUCING, units_in
 from bpipe.parallel.twins import held_by, kinds_of, weights_of
 from bpipe.plan.plan import Plan
@@ -42,6 +43,7 @@ from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import Preparation, PreparedCall
 from bpipe.session.side_by_side import SideBySide
 from bpipe.session.stats import Stats
+from bpipe.skips.routes import skips_of
 from bpipe.torch_private.fsdp_states import groups_of
 
 __all__: list[str] = []
@@ -100,7 +102,7 @@ class Session:
         source.prepare(context.memory, context.plan_rank, context.stages)
         self.source = source
         plan = source.plan
-        if context.plan_rank == 0 and plan.skips and any(map(plan.recomputed, range(plan.num_ranks))):
+        if context.plan_rank == 0 and skips_of(plan.flow) and any(map(plan.recomputed, range(plan.num_ranks))):
             RankLog(0).warning(
                 "%s: the plan recomputes stages of a model with skips, whose bytes are not counted exactly: peaks in stats, "
                 "predicted and counted ones, may be other than what a rank holds. Evict instead (by='evict') if they matter",
@@ -200,13 +202,13 @@ class Session:
             largest_remote_bytes=self.context.memory.largest_remote_bytes if self.context.transport.can_lend() else 0,
             slices=tuple(inputs.step_inputs.lengths or ()),
             batch_size=inputs.batch_size,
-            idle=tuple(stage for stage, rank in enumerate(plan.stage_ranks) if not plan.actions[rank]) if plan.paths else (),
+            idle=tuple(stage for stage, rank in enumerate(plan.stage_ranks) if not plan.actions[rank]),
             **self._twins(inputs, plan, is_training=is_training),
         )
 
     def _twins(self, inputs: PreparedCall, plan: Plan, *, is_training: bool) -> dict[str, Any]:
         """Return what twins compare: values in the first step, and in the one after a module of any rank has changed."""
-        if plan.directions == 1:
+        if directions_of(plan.flow) == 1:
             return {}
         if is_training:  # an evaluation sets nothing aside
             self.context.held_bytes = max(self.context.held_bytes, held_by(inputs.parts))
@@ -228,12 +230,12 @@ class Session:
             source.fullest.check([records[rank] for rank in context.group_ranks], names, source.rule, context.log().warning)
         if context.plan_rank == 0 and not self._has_told_batches and is_compared(self.guard.num_steps):
             self._compare_batches(records)
-        if context.plan_rank == 0 and not self._has_told_twins and source.plan.directions > 1:
+        if context.plan_rank == 0 and not self._has_told_twins and directions_of(source.plan.flow) > 1:
             self._compare_twins(records)
         plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
         context.transport.control.activity.state = State.PREPARING
         self._connect(plan, records)
-        key = (step.is_training, tuple(record.signature for record in records)), plan.paths
+        key = (step.is_training, tuple(record.signature for record in records)), plan.flow.routes
         is_learning = key not in self._learned
         return Run(
             plan=plan,

@@ -13,11 +13,12 @@ from bpipe.comm.wire.message import MessageSpec
 from bpipe.engine.messages import versions_of
 from bpipe.engine.microbatch_state import Arrived, Message, MicrobatchState, MicrobatchStates
 from bpipe.errors import StageError
+from bpipe.flow.flow import value_name
 from bpipe.memory.saved.spans import Span
 from bpipe.memory.saved.storages import MessageBytes, keys_of, num_tensors
 from bpipe.plan.plan import Plan
 from bpipe.skips.held import Held, Made, Use, added
-from bpipe.skips.routes import Skip
+from bpipe.skips.routes import Skip, routes_in, skips_of
 from bpipe.skips.values import OUTPUT, Layout, described, fixed_among, layout_of, pack, value_of
 from bpipe.torch_private.owners_and_versions import version_of
 
@@ -116,7 +117,7 @@ class Carrier:
     """The skips of one rank's stages.
 
     Args:
-        plan: its `skips` are those of `skips`.
+        plan: its flow has the skips of `skips`.
         skips: by name, the stage that makes a value and those that use it, as numbers of stages in one direction.
         stages: the stages on this rank.
         microbatches: of this rank.
@@ -124,14 +125,16 @@ class Carrier:
 
     def __init__(self, plan: Plan, skips: Mapping[str, Skip], stages: Sequence[int], microbatches: MicrobatchStates) -> None:
         self._microbatches, self._has_backward, self._stages = microbatches, plan.has_backward, frozenset(stages)
-        names = [sorted(name for name, of in skips.items() if of == skip) for skip in plan.skips]
-        self._places = {name: place for place, found in enumerate(names) for name in found}
-        self._names = {way: [name for place in places for name in names[place]] for way, places in plan.routes.ways.items()}
+        in_plan = skips_of(plan.flow)
+        names = [sorted(name for name, of in skips.items() if of == skip) for skip in in_plan]
+        self._amounts = {name: value_name(skip) for skip, found in zip(in_plan, names) for name in found}  # where bytes are counted
+        routes = routes_in(plan.flow)
+        self._names = {way: [name for place in places for name in names[place]] for way, places in routes.ways.items()}
         self._used = {stage: {name for name, (_, *users) in skips.items() if stage % plan.depth in users} for stage in stages}
         self._made = {stage: {name for name, (source, *_) in skips.items() if stage % plan.depth == source} for stage in stages}
         self._users = {stage: [user for source, user in self._names if source == stage] for stage in stages}
         self._own = {stage: [source for source, first in self._names if first == stage and source + 1 != stage] for stage in stages}
-        self._behind = plan.routes.behind  # the later users on the rank of a message's first user
+        self._behind = routes.behind  # the later users on the rank of a message's first user
 
     def lead_past(self, stage: int) -> bool:
         """Return whether some skip leads from an earlier stage to a later one than this."""
@@ -200,17 +203,17 @@ class Carrier:
         return [OUTPUT] * (source + 1 == first) + self._names.get((source, first), [])
 
     def _count(self, state: MicrobatchState, parts: Sequence[Part]) -> None:
-        """Note the bytes of values, by place of their skip."""
-        by_place: dict[int, dict[int, tuple[torch.Tensor, bool]]] = {}
+        """Note the bytes of values, by the names of their skips in the plan."""
+        by_name: dict[str, dict[int, tuple[torch.Tensor, bool]]] = {}
         for part in parts if self._has_backward else ():
             for name, (_, places) in part.layout.items():
                 if name != OUTPUT:
                     found = {id(part.tensors[at]): (part.tensors[at], part.needed[at]) for at in places}
-                    by_place.setdefault(self._places[name], {}).update(found)
-        for place, tensors in by_place.items():
+                    by_name.setdefault(self._amounts[name], {}).update(found)
+        for name, tensors in by_name.items():
             gradient = sum(tensor.nbytes for tensor, needed in tensors.values() if needed)
-            value, known = MessageBytes.of([tensor for tensor, _ in tensors.values()]), state.skip_bytes.get(place)
-            state.skip_bytes[place] = (value, gradient) if known is None else (known[0].with_more(value), known[1])
+            value, known = MessageBytes.of([tensor for tensor, _ in tensors.values()]), state.value_bytes.get(name)
+            state.value_bytes[name] = (value, gradient) if known is None else (known[0].with_more(value), known[1])
 
     def count_made(self, state: MicrobatchState, user: int, message: Message) -> None:
         """Note the bytes of the values in a message that a forward has made."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from keyword import iskeyword
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
+from bpipe.flow.flow import Flow
+from bpipe.flow.shaping import shaped
 
 __all__: list[str] = []
 
@@ -36,6 +39,18 @@ class Routes(NamedTuple):
     def sources(self, stage: int) -> list[int]:
         """Return the stages that give a stage skips: those that made them, or the ones on its rank that used them first."""
         return [source if first == stage else first for (source, first), behind in self.behind.items() if stage in (first, *behind)]
+
+
+def skips_of(flow: Flow) -> tuple[Skip, ...]:
+    """Return the skips of a flow: for each, the part of the model that makes a value, and those that use it."""
+    found: tuple[tuple[Skip, ...]] = flow.arguments("skips") or ((),)
+    return found[0]
+
+
+@lru_cache(maxsize=16)
+def routes_in(flow: Flow) -> Routes:
+    """Return the ways of a flow's skips. They are looked up for every action."""
+    return routes_of(skips_of(flow), flow.stage_ranks, len(flow.stage_ranks) // len(flow.routes))
 
 
 def routes_of(skips: tuple[Skip, ...], stage_ranks: tuple[int, ...], directions: int = 1) -> Routes:
@@ -102,19 +117,8 @@ def named_skips(skips: Mapping[str, Sequence[int]], depth: int) -> dict[str, Ski
         if not isinstance(name, str) or not name.isidentifier() or iskeyword(name) or name in TAKEN:
             raise ConfigurationError(f"skips={{{name!r}: ...}}: the name is that of a keyword argument of the stages that use it")
         found[name] = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
-        if wrong := wrong_with([found[name]], depth):
-            raise ConfigurationError(f"skip {name!r}: {wrong}")
+        try:
+            shaped(shaped(None, "chain", (0,) * depth, 1), "skips", (found[name],))
+        except ValueError as error:
+            raise ConfigurationError(f"skip {name!r}: {error}") from error
     return found
-
-
-def wrong_with(skips: Sequence[Skip], depth: int) -> str:
-    """Return why a plan of so many stages cannot have these skips; empty if it can."""
-    for skip in skips:
-        if not isinstance(skip, tuple) or not all(type(stage) is int for stage in skip):
-            return f"a skip {skip!r:.200}: expected a tuple of numbers of stages"
-    if list(skips) != sorted(set(skips)):
-        return f"skips {skips!r:.200} are not in ascending order, or one is there twice"
-    for skip in skips:
-        if len(skip) < 2 or list(skip) != sorted(set(skip)) or skip[0] < 0 or skip[-1] >= depth:
-            return f"a skip {skip!r:.200}: expected a stage, then later ones in ascending order, up to {depth - 1}"
-    return ""

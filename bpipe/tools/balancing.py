@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from bpipe.errors import ConfigurationError
+from bpipe.flow.flow import Kind, value_name
 from bpipe.passes.balance.by_bytes import by_bytes
 from bpipe.passes.balance.outcome import outcome
 from bpipe.plan.destinations import Host
-from bpipe.schedules import Action, Costs, Destinations, Op, Plan, Sizes, SkipSizes, StageSizes, finish
+from bpipe.plan.sizes import GRADIENTS, IN, OUT
+from bpipe.schedules import Action, Amount, Costs, Destinations, Op, Plan, Sizes, StageSizes, finish
+from bpipe.skips.routes import skips_of
 
 __all__: list[str] = []
 
@@ -42,28 +45,30 @@ def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:
 def _sizes_of_slice(plan: Plan, costs: Costs, num_parts: int, slice_: int) -> tuple[StageSizes, ...]:
     """Return the sizes on each stage of a slice of the first microbatch; of the microbatch itself, if it is not cut."""
     movable = Sizes.of((costs.movable(stage, slice_) for stage in range(plan.num_stages)), num_parts=num_parts)
-    received = Op.RECV_F if plan.local else Op.SEND_B
+    received = Op.SEND_B if any(edge.kind is Kind.GRADIENT for edge in plan.flow.edges) else Op.RECV_F
     return tuple(
         StageSizes(
             parts=part.parts,
             fixed=costs.saved(stage, slice_) - costs.movable(stage, slice_),
-            received=costs.carried(Action(received, stage, slice_)) if not plan.is_first(stage) else 0,
-            sent=costs.carried(Action(Op.SEND_F, stage, slice_)) if not plan.is_last(stage) else 0,
-            gradients=costs.carried(Action(Op.REDUCE_GRAD, stage, 0)),
-            skips=tuple(_skips(plan, costs, stage, slice_)),
+            amounts=(
+                Amount(IN, costs.carried(Action(received, stage, slice_)) if not plan.is_first(stage) else 0),
+                Amount(OUT, costs.carried(Action(Op.SEND_F, stage, slice_)) if not plan.is_last(stage) else 0),
+                Amount(GRADIENTS, costs.carried(Action(Op.REDUCE_GRAD, stage, 0))),
+                *_skips(plan, costs, stage, slice_),
+            ),
         )
         for stage, part in enumerate(movable.stages)
     )
 
 
-def _skips(plan: Plan, costs: Costs, stage: int, slice_: int) -> Iterator[SkipSizes]:
+def _skips(plan: Plan, costs: Costs, stage: int, slice_: int) -> Iterator[Amount]:
     """Yield the sizes of a stage's skips: each is as large as the output of the stage that makes it, and nobody saves it."""
     first = stage - stage % plan.depth
-    for place, skip in enumerate(plan.skips):
+    for skip in skips_of(plan.flow):
         if stage - first in skip:
             source = first + skip[0]
             num_bytes, gradient = (costs.carried(Action(op, source, slice_)) for op in (Op.SEND_F, Op.RECV_B))
-            yield SkipSizes(place, num_bytes, gradient=gradient)
+            yield Amount(value_name(skip), num_bytes, gradient=gradient)
 
 
 def balance_notes(plan: Plan) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bpipe.estimate.long_contexts import uneven_halves
+from bpipe.parallel.directions import directions_of
 from bpipe.plan.amounts import show_bytes, show_each
 from bpipe.plan.grid import head
 from bpipe.schedules import Op, Plan, Timeline
@@ -35,7 +36,7 @@ def data_of(timeline: Timeline) -> dict[str, Any]:
         "num_ranks": timeline.num_ranks,
         "num_microbatches": timeline.plan.num_microbatches,
         "slices": timeline.plan.slices,
-        "directions": timeline.plan.directions,
+        "directions": directions_of(timeline.plan.flow),
         "knows_bytes": knows_bytes(timeline),
         "counts_messages": counts_messages(timeline),
         "makespan_s": makespan,

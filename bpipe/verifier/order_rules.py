@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from bpipe.flow.flow import End
-from bpipe.plan.action import COMPUTE, MESSAGES, SHARDING, WAIT_OF, Action, Op
+from bpipe.plan.action import COMPUTE, SHARDING, WAIT_OF, Action, Op
 from bpipe.verifier.rank_index import Finding, Kind, RankIndex
 
 __all__: list[str] = []
@@ -38,7 +38,7 @@ def ordered(own: RankIndex) -> Iterator[Finding]:
     order of the sequence, and backward against it, because each reads what the one before left (`Flow.previous`).
     """
     slices, period = own.flow.slices, own.flow.period
-    for (earlier, later), turns in _pairs(own).items():
+    for earlier, later, turns in _pairs(own):
         first, second = own.at.get(earlier), own.at.get(later)
         if first and second:
             for unit, index in second.items():
@@ -59,20 +59,25 @@ def _before(own: RankIndex, index: int, other: Kind, unit: int) -> Finding:
     return own.place(index), f"{own.show(own.lane[index])} stands before {own.show(Action(op, stage, unit, part))}"
 
 
-def _pairs(own: RankIndex) -> dict[Pair, set[int]]:
-    """Return what comes before what on this rank, and in which turns of the flow."""
-    pairs: defaultdict[Pair, set[int]] = defaultdict(set)
-    every = set(range(own.flow.period))
-    for _, stage, part in own.at:
+def _pairs(own: RankIndex) -> Iterator[tuple[Kind, Kind, Collection[int]]]:
+    """Yield what comes before what on this rank, and in which turns of the flow."""
+    every = range(own.flow.period)
+    parts: defaultdict[int, set[int]] = defaultdict(set)
+    for op, stage, part in own.at:
+        if op in (Op.EVICT, Op.ACCEPT):
+            parts[stage].add(part)
+    for stage, of_stage in parts.items():
         for earlier, later in SERVING if stage not in own.stages else EVICTIONS:
-            pairs[_kind(earlier, stage, part), _kind(later, stage, part)] = every
+            yield from ((_kind(earlier, stage, part), _kind(later, stage, part), every) for part in of_stage)
     for stage in own.stages:
         for earlier, later in COMPUTATIONS:
-            pairs[(earlier, stage, 0), (later, stage, 0)] = every
+            yield (earlier, stage, 0), (later, stage, 0), every
+        turns: defaultdict[Pair, list[int]] = defaultdict(list)
         for turn in own.flow.turns_of(stage):
-            for pair in _around(own, stage, turn):
-                pairs[pair].add(turn)
-    return pairs
+            for pair in dict.fromkeys(_around(own, stage, turn)):
+                turns[pair].append(turn)
+        for (before, behind), when in turns.items():
+            yield before, behind, when
 
 
 def _kind(op: Op, stage: int, part: int) -> Kind:
@@ -82,7 +87,7 @@ def _kind(op: Op, stage: int, part: int) -> Kind:
 def _around(own: RankIndex, stage: int, turn: int) -> Iterator[Pair]:
     """Yield what the flow says: computations come behind their inputs and before their outputs.
 
-    An output in flight keeps its slot, and its bytes, until it has arrived; if no gradient comes back for it, it has its own bytes.
+    An output in flight keeps its slot, and its bytes, until it has arrived; if no gradient comes back for it, only its bytes.
     """
     # The output lies in the part of what is saved that comes last.
     evicted = [(Op.WAIT_EVICT, stage, part) for part in {0, own.plan.num_parts(stage)}]
@@ -97,11 +102,10 @@ def _around(own: RankIndex, stage: int, turn: int) -> Iterator[Pair]:
             else:
                 yield from (((half, stage, 0), start) for half in halves)
         for message in own.flow.sent(op, stage, turn):
-            arrived = Op.WAIT_SEND_F, stage, message.stage + 1 if message.is_aside else 0
-            if message.returns:
-                yield from ((arrived, later) for later in [*((back, stage, 0) for back in (Op.B, Op.I, Op.W)), *evicted])
-            elif op is Op.F:
-                yield (Op.B, stage, 0), arrived
+            if not message.is_gradient:
+                arrived = Op.WAIT_SEND_F, stage, message.stage + 1 if message.is_aside else 0
+                backwards = [(back, stage, 0) for back in (Op.B, Op.I, Op.W)] if message.returns else []
+                yield from ((arrived, later) for later in [*backwards, *evicted])
     for end in own.flow.gives(Op.F, stage, turn):
         if end.op == Op.F and not end.name:
             yield from ((user, later) for user in _handed(own, end) for later in evicted)
@@ -135,32 +139,8 @@ def recomputed(own: RankIndex) -> Iterator[Finding]:
     """Check that recomputed microbatches run on a stage whose neighbours are on other ranks."""
     for index in sorted(index for kind, found in own.at.items() if kind[0] is Op.R for index in found.values()):
         action = own.lane[index]
-        if _shares_memory(own, action.stage):
+        if own.flow.shares_memory(action.stage):
             yield own.place(index), f"{own.show(action)} recomputes a stage that shares memory with another one of rank {own.rank}"
-
-
-def _shares_memory(own: RankIndex, stage: int) -> bool:
-    """Return whether a stage hands tensors over to another one of its rank, without a message."""
-    flow, turns = own.flow, own.flow.turns_of(stage)
-    ends = (end for find in (flow.needs, flow.gives) for turn in turns for end in find(Op.F, stage, turn))
-    return any(end.stage != stage and end.stage in own.stages for end in ends)
-
-
-def local(own: RankIndex) -> Iterator[Finding]:
-    """Check that a rank whose gradients stay in their stage runs each forward, then its backward, and moves and repeats nothing."""
-    plan = own.plan
-    if not plan.local:
-        return
-    ops = (Op.F, Op.B) if plan.has_backward else (Op.F,)
-    expected = (Action(op, stage, unit) for stage in own.stages for unit in range(plan.num_units) for op in ops)
-    for index, action in enumerate(own.lane):
-        if action.op in MESSAGES or action.op in SHARDING:
-            continue
-        right = next(expected, None)
-        if action != right:
-            instead = "nothing more" if right is None else own.show(right)
-            yield own.place(index), f"{own.show(action)} stands where {instead} is expected, because gradients stay in their stage"
-            return
 
 
 def twins(own: RankIndex) -> Iterator[Finding]:

@@ -11,8 +11,7 @@ from bpipe.plan.grid import excerpt
 from bpipe.plan.meter import SLOTS, Meter, occupancy
 from bpipe.plan.plan import Plan
 from bpipe.plan.text import wrong_with_name
-from bpipe.skips.routes import wrong_with
-from bpipe.verifier.order_rules import local, ordered, overlapped, recomputed, sharded, twins
+from bpipe.verifier.order_rules import ordered, overlapped, recomputed, sharded, twins
 from bpipe.verifier.plan_rules import RULES_OF_ALL
 from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete, whole
 from bpipe.verifier.rank_index import Finding, Place, RankIndex, Rule
@@ -51,7 +50,6 @@ RULES_OF_A_RANK: dict[str, Rule] = {
     "ordered": ordered,
     "whole": whole,
     "overlapped": overlapped,
-    "local": local,
     "sharded": sharded,
     "twins": twins,
     "recomputed": recomputed,
@@ -126,23 +124,14 @@ def _at(place: Place | None) -> str:
 
 
 def _shape(plan: Plan) -> Iterator[str]:
-    p, ranks = plan.num_stages, range(plan.num_ranks)
+    p, ranks, flow = plan.num_stages, range(plan.num_ranks), plan.flow
     if wrong := wrong_with_name(plan.name):
         yield wrong
-    if plan.directions not in (1, 2) or p % plan.directions:
-        yield f"{p} stages in {plan.directions} directions: there are 1 or 2, with equally many stages each"
-        return
-    if wrong := _wrong_with_paths(plan):
+    if wrong := flow.problem:
         yield wrong
         return
-    if wrong := wrong_with(plan.skips, plan.depth):
-        yield wrong
-        return
-    if p < 1 or plan.num_microbatches < 1 or plan.slices < 1:
-        yield f"{p} stages, {plan.num_microbatches} microbatches and {plan.slices} slices: each must be at least 1"
     count = sum(map(len, plan.actions))
-    passed = plan.depth if plan.paths else p
-    if 2 * count < passed * plan.num_units:  # far from complete: the rules need not list what is missing, one by one
+    if 2 * count * flow.period < len(flow.routes) * plan.num_units:  # far from complete: the rules need not list what is missing
         yield f"{count} actions cannot run {p} stages and {_microbatches(plan)}"
     if len(plan.served) != plan.num_ranks or len(plan.slots) != plan.num_ranks:
         yield f"{plan.num_ranks} compute lanes, {len(plan.served)} served, {len(plan.slots)} budgets"
@@ -150,10 +139,6 @@ def _shape(plan: Plan) -> Iterator[str]:
         yield f"sizes of {len(plan.sizes.stages)} stages and {len(plan.sizes.static)} ranks, for {p} and {plan.num_ranks}"
     elif plan.sizes is not None and (wrong := plan.sizes.wrong_with_slices(plan.slices)):
         yield wrong
-    if plan.overlapped and plan.skips:
-        yield "pairs of a forward and a backward in a plan with skips, which are not known to be free of deadlock"
-    if plan.local and (plan.directions > 1 or plan.slices > 1 or plan.skips or plan.overlapped or p > len(set(plan.stage_ranks))):
-        yield "gradients stay in their stage, which takes one stage per rank, and no slices, skips, pairs or second direction"
     for stage, unit in sorted(plan.overlapped):
         if not (0 <= stage < p and 0 <= unit < plan.num_units):
             yield f"{plan.show(Action(Op.F, stage, unit))}, a forward of a pair, is outside {p} stages and {_microbatches(plan)}"
@@ -162,23 +147,6 @@ def _shape(plan: Plan) -> Iterator[str]:
     for stage, rank in enumerate(plan.stage_ranks):
         if rank not in ranks:
             yield f"stage {stage} is on rank {rank}, but the ranks are 0 to {plan.num_ranks - 1}"
-
-
-def _wrong_with_paths(plan: Plan) -> str:
-    """Return why the paths of a plan's microbatches cannot be; empty if they can, or if there are none."""
-    if not plan.paths:
-        return ""
-    if plan.directions > 1 or plan.slices > 1 or plan.skips or plan.overlapped or plan.local:
-        return "paths in a plan with two directions, slices, skips, pairs or local gradients, which are not known to work together"
-    depth, p = plan.depth, plan.num_stages
-    if depth < 1 or p % depth or len(set(plan.stage_ranks)) < p:
-        return f"paths of {depth} stages, on {p} stages: each of the model's needs equally many replicas, each on a rank of its own"
-    if len(plan.paths) != plan.num_microbatches:
-        return f"{len(plan.paths)} paths of {plan.num_microbatches} microbatches"
-    for unit, path in enumerate(plan.paths):
-        if len(path) != depth or any(not 0 <= stage < p or stage % depth != place for place, stage in enumerate(path)):
-            return f"microbatch {unit} takes stages {path}: expected a replica of each stage 0 to {depth - 1}, s + r*{depth}"
-    return ""
 
 
 def _microbatches(plan: Plan) -> str:

@@ -268,7 +268,7 @@ def _plan(rule: Rule, num_ranks: int, num_microbatches: int) -> Plan:
 
 def _share(plan: Plan) -> int:
     """Return in how many computations a microbatch passes a rank."""
-    return plan.num_stages // plan.num_ranks // plan.directions * plan.slices
+    return plan.depth // plan.num_ranks * plan.slices
 
 
 def _rule(name: str) -> Rule:

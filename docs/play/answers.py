@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from bpipe.errors import BPipeError
+from bpipe.flow.shaping import without
 from bpipe.plan.amounts import show_bytes
 from bpipe.plan.collector import collector_paused
 from bpipe.schedules import Costs, Link, Plan, Timeline, rules
@@ -141,14 +142,14 @@ def _points(shares: list[float]) -> list[str]:
 def python(words: Words) -> str:
     """Return a program that makes the same plan without the command line, and draws it."""
     args, plan, budget = arguments_of(words), timeline_of(words).plan, arguments_of(words).budget
-    cut = ".of_slices(plan)" * (plan.slices > 1)
+    cut, whole = ".of_slices(plan)" * (plan.slices > 1), replace(plan, flow=without(plan.flow, "slices"))
     lines = [
         "from bpipe import draw",
         f"from bpipe.schedules import Costs, {'Link, ' * (args.bandwidth is not None or args.latency is not None)}build, simulate",
         *(["from bpipe.tools.balancing import balanced"] if budget is not None else []),
         "",
         f"plan = {_build(args, plan)}",
-        f"costs = {_costs(arguments.costs_of(args, replace(plan, slices=1)))}{cut}",
+        f"costs = {_costs(arguments.costs_of(args, whole))}{cut}",
         *([f"plan = balanced(plan, costs, budget={_written(budget)})"] if budget is not None else []),
         "timeline = simulate(plan, costs)",
         "",

@@ -222,7 +222,7 @@ def test_profiles_move_what_can_move() -> None:
     choice = choose_plan(profile, **wishes, memory_bytes=3500)
     assert "offload" in choice.name and choice.plan.sizes is not None
     assert {(stage.saved, stage.movable) for stage in choice.plan.sizes.stages} == {(900, 500)}
-    assert [stage.received for stage in choice.plan.sizes.stages] == [0, 30, 30, 30]
+    assert [stage["in"].num_bytes for stage in choice.plan.sizes.stages] == [0, 30, 30, 30]
     joined = choose_plan([profile] * 8, **wishes)
     assert joined.plan.sizes is not None and joined.plan.sizes.stages[0].movable == 1000
     with pytest.raises(ConfigurationError, match="only the forward of Stage was measured"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from bpipe.model.call import call_of
 from bpipe.schedules import build
 from bpipe.session.batches import BatchSample, difference, is_compared
 from tests.ranks import run_ranks
+from tests.schedules.shape_of_plan import reshaped
 
 X, Y = torch.arange(12.0).reshape(4, 3), torch.arange(4)
 NOTHING = BatchSample()
@@ -92,7 +92,7 @@ def test_only_the_first_and_the_last_stage_of_each_direction_count(name: str, pe
     for rank in range(4):
         changed = [one._replace(batch=given[1]) if i == rank else one for i, one in enumerate(records)]
         assert bool(difference(changed, plan)) == any(rank in pair for pair in pairs)
-        assert not difference(changed, replace(plan, local=True)) or not pairs
+        assert not difference(changed, reshaped(plan, local=True)) or not pairs
     assert not difference(records, plan)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import bpipe
 import tests.edge_cases.case as cases
 from bpipe.memory.saved.footprint import Footprint
-from bpipe.schedules import Destinations, Sizes, StageSizes
+from bpipe.schedules import Amount, Destinations, Sizes, StageSizes
 from tests.edge_cases.case import NUM_STAGES, SCHEDULES, Batch, Case, M
 from tests.models import WIDTH, batch_of
 from tests.over import Over
@@ -216,7 +216,7 @@ def test_an_evaluation_between_steps_changes_nothing(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("num_parts", [1, 2, 9])
 def test_sizes_by_hand_with_other_parts_than_are_found(num_parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = StageSizes(parts=(100_000,) * num_parts, sent=2048, received=2048)
+    sizes = StageSizes(parts=(100_000,) * num_parts, amounts=(Amount("in", 2048), Amount("out", 2048)))
     given = Sizes(stages=(sizes,) * NUM_STAGES, static=(0,) * NUM_STAGES)
     options = {"budget": "lowest", "sizes": given, "options": bpipe.Options(parts=9), "to": Destinations(host="only")}
     monkeypatch.setitem(MOVING, "by hand", Over(bpipe.GPipe, options))

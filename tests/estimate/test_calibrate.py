@@ -23,6 +23,7 @@ from bpipe.passes.balance.balance import balance
 from bpipe.plan.action import HOST, START_OF
 from bpipe.schedules import Action, Costs, Destinations, Lane, Link, Op, Plan, StageSizes, build, finish, simulate
 from bpipe.tools.measured import Measured
+from tests.amounts import amounts
 from tests.models import Block, mse
 from tests.tiers import examples
 
@@ -54,8 +55,10 @@ def traced(plan: Plan, costs: Costs, errors_s: Sequence[float] = (0.0, *[1e-6] *
             StageSizes(
                 parts=(costs.movable(stage),),
                 fixed=costs.saved(stage) - costs.movable(stage),
-                received=costs.carried(Action(Op.SEND_B, stage, 0)) if stage else 0,
-                sent=costs.carried(Action(Op.SEND_F, stage, 0)),
+                amounts=amounts(
+                    received=costs.carried(Action(Op.SEND_B, stage, 0)) if stage else 0,
+                    sent=costs.carried(Action(Op.SEND_F, stage, 0)),
+                ),
             ),
         )
         for stage in range(plan.num_stages)
@@ -302,7 +305,7 @@ def test_bytes_of_a_plan_that_counts_slots_are_those_that_its_steps_measured(tmp
 def test_traces_without_sizes_and_with_wrong_ones(tmp_path) -> None:
     """Earlier versions wrote none: then bytes are what a rank's memory grows by, and messages and links are not known."""
     schedules, _ = stepped(str(tmp_path))
-    for changed, match in ((None, ""), ({"0": ["1 2"]}, "a damaged trace"), ({"9": ["1 0 0 0 0 0"]}, "of other stages or slices")):
+    for changed, match in ((None, ""), ({"0": ["1"]}, "a damaged trace"), ({"9": ["1 0"]}, "of other stages or slices")):
         for file in tmp_path.iterdir():
             trace = json.loads(file.read_text())
             for timeline in trace["otherData"]["timelines"]:

@@ -37,7 +37,7 @@ from bpipe.errors import ConfigurationError
 from bpipe.estimate import Measurement, Profile, costs_of
 from bpipe.relaxed.tick_messages import NOTE as TICK_NOTE
 from bpipe.relaxed.tick_messages import Call, marks_of
-from bpipe.schedules import Costs, Plan, Sizes, StageSizes, Timeline, build, simulate, verify
+from bpipe.schedules import Amount, Costs, Plan, Sizes, StageSizes, Timeline, build, simulate, verify
 from bpipe.schedules.torch_csv import from_csv
 from bpipe.simulator.timeline import Lane
 from bpipe.tools.balancing import balanced
@@ -287,7 +287,9 @@ def _run(arguments: list[str]) -> None:
     shown.encode()
 
 
-SIZED = Report(1, {1: (StageSizes(parts=(3, 4), fixed=1, received=2, sent=2),)}, static=5, budget=100, refusal="", states=1)
+SIZED = Report(
+    1, {1: (StageSizes(parts=(3, 4), fixed=1, amounts=(Amount("in", 2), Amount("out", 2))),)}, static=5, budget=100, states=1
+)
 TEXTS = [plan.to_text().encode() for plan in PLANS]
 CSV = [build("1f1b", 4, 4).to_csv().encode(), build("zbv", 4, 4).to_csv().encode()]
 TRACES = [_trace([simulate(PLANS[0], Costs(saved_bytes=9))]), _trace([_measured(PLANS[2])] * 2)]

@@ -26,7 +26,7 @@ Read = Callable[[str], object]
 
 
 def _plan(num_stages: int, m: int, lane: Iterable[str], served: Iterable[str] = (), *sizes: str) -> str:
-    head = f"bpipe-plan 1 name=x microbatches={m} stage_ranks={','.join(['0'] * num_stages)} slots=- backward=1"
+    head = f"bpipe-plan 2 name=x slots=-\nflow chain [[{','.join(['0'] * num_stages)}],{m},true]"
     return "\n".join([head, *sizes, f"rank 0: {' '.join(lane)}", f"serve 0: {' '.join(served)}", ""])
 
 

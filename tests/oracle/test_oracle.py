@@ -86,7 +86,7 @@ def test_a_checkout_equals_its_copy_until_a_constant_changes(tmp_path: Path) -> 
 def test_a_difference_is_told_with_its_place(place: Sequence[Any], value: Any, told: str, tmp_path: Path) -> None:
     """On the command line, which then ends with status 1; of the two other cases nothing is said."""
     name = next(name for name, one in stored()["plans"].items() if one["plan"].get("bytes", {}).get("evicted", {}).get("rank 0"))
-    before = stored_of([V_HALF, name, "features: skips, local"])
+    before = stored_of([V_HALF, name, "features: slices, local"])
     changed = deepcopy(before)
     *path, last = place
     inner: Any = changed["plans"][name]["plan"]

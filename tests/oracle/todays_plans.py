@@ -26,7 +26,7 @@ from bpipe.plan.action import BETWEEN_STAGES, HOST, SENDS, SHARDING, START_OF, A
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.issue_order import issue_orders
 from bpipe.plan.plan import Plan
-from bpipe.plan.sizes import Sizes, SkipSizes, StageSizes
+from bpipe.plan.sizes import Amount, Sizes, StageSizes
 from bpipe.schedules.by_name import build, finish, forward_plan
 from bpipe.search.fastest import searched
 from bpipe.search.setting import Setting
@@ -168,30 +168,37 @@ def _sizes_of_stage(given: Case, plan: Plan, stage: int, slice_: int) -> StageSi
     place, is_last_slice = stage % plan.depth, slice_ == plan.slices - 1
     received, sent, fixed = _at(given, "output", place - 1) if place else 0, _at(given, "output", place), _at(given, "fixed", stage)
     state_gradient = _at(given, "state gradient", stage) if plan.slices > 1 else 0
-    results = _at(given, "results", stage) if plan.local else 0
+    (skips,) = plan.flow.arguments("skips") or ((),)
+    results = _at(given, "results", stage) if plan.flow.arguments("local") is not None else 0
     return StageSizes(
         parts=tuple(part + _at(given, "more in slice", slice_) for part in _at(given, "parts", stage)),
         fixed=fixed,
-        received=received,
-        sent=sent,
-        kept_received=min(received, _at(given, "input saved", stage)),
-        kept_sent=min(sent, _at(given, "output saved", stage)),
         between=_at(given, "between halves", stage),
-        state=min(fixed, _at(given, "state", stage)) if plan.slices > 1 else 0,
-        given=state_gradient * (plan.slices - 1) * is_last_slice,
-        collected=state_gradient * (not is_last_slice),
-        gradients=_at(given, "gradients", place) if plan.directions > 1 else 0,
-        results=results,
-        kept_results=results // 2,
-        skips=tuple(_sizes_of_skip(given, skip, i, place) for i, skip in enumerate(plan.skips) if place in skip),
+        amounts=(
+            Amount("in", received, min(received, _at(given, "input saved", stage))),
+            Amount("out", sent, min(sent, _at(given, "output saved", stage))),
+            Amount("state", min(fixed, _at(given, "state", stage)) if plan.slices > 1 else 0),
+            Amount("given", state_gradient * (plan.slices - 1) * is_last_slice),
+            Amount("collected", state_gradient * (not is_last_slice)),
+            Amount("gradients", _at(given, "gradients", place) if _alternatives(plan, are_twins=True) else 0),
+            Amount("loss", results, results // 2),
+            *(_sizes_of_skip(given, skip, i, place) for i, skip in enumerate(skips) if place in skip),
+        ),
     )
 
 
-def _sizes_of_skip(given: Case, skip: Sequence[int], index: int, place: int) -> SkipSizes:
+def _alternatives(plan: Plan, *, are_twins: bool) -> Sequence[Sequence[int]]:
+    """The routes of a plan's microbatches, through twins of two directions or through replicas."""
+    _, routes, sums = plan.flow.arguments("alternatives") or ((), (), are_twins)
+    found: Sequence[Sequence[int]] = routes if sums is are_twins else ()
+    return found
+
+
+def _sizes_of_skip(given: Case, skip: Sequence[int], index: int, place: int) -> Amount:
     value, saved = _at(given, "skip", index), _at(given, "skip saved", index)
     is_joint = place == skip[0] and place + 1 in skip
     gradient = _at(given, "skip gradient", index)
-    return SkipSizes(index, value, kept=saved, joint=(value - saved) * is_joint, gradient=gradient)
+    return Amount("-".join(map(str, skip)), value, kept=saved, joint=(value - saved) * is_joint, gradient=gradient)
 
 
 def costs_of(given: Case, plan: Plan) -> Costs:
@@ -226,7 +233,7 @@ def _lists(plan: Plan) -> dict[str, Any]:
     issued = issue_orders(plan)
     return {
         "ranks of stages": list(plan.stage_ranks),
-        "paths": [list(path) for path in plan.paths],
+        "paths": [list(path) for path in _alternatives(plan, are_twins=False)],
         "side by side": [[stage, *plan.slice_of(unit)] for stage, unit in sorted(plan.overlapped)],
         "order": _by_rank([_written(plan, action) for action in plan.compute(rank)] for rank in range(plan.num_ranks)),
         "actions": _by_rank([_written(plan, action) for action in lane] for lane in plan.actions),

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 import bpipe
 from bpipe.errors import BPipeError, BudgetError, ConfigurationError, StageError
 from bpipe.fill import OptimizerSteps
+from bpipe.passes.communicate import computations_only
+from bpipe.schedules import build, finish
 from tests.live import LiveRanks
 from tests.ranks import run_ranks
 from tests.relaxed.models import (
@@ -31,6 +33,7 @@ from tests.relaxed.models import (
     modules_of,
     schedules_of,
 )
+from tests.schedules.shape_of_plan import reshaped, shape_of
 from tests.sleepers import Sleeper
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -56,6 +59,22 @@ def test_each_stage_learns_as_its_block_does_alone(kind: str) -> None:
         assert_same(found, one, all_losses=False)
     assert all(map(torch.equal, losses, expected[-1].losses[-M:])) and len(losses) == M
     assert len(needed) == 2 * P * M and not any(needed)  # nor is a gradient of an input made
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("kind", ["batch norm", "checkpointed"])
+def test_each_stage_learns_the_same_in_another_order(kind: str, name: str) -> None:
+    """Whatever the order, a stage takes its microbatches in turn; where forwards come first, it holds several."""
+    plan = finish(reshaped(computations_only(build(name, P, M)), local=True))
+    modules, expected = modules_of(kind, P), alone(kind, P, M, 1)
+    loopback = bpipe.Loopback(P)
+    stages = [bpipe.PipelineStage(module, i, P, group=loopback.rank(i)) for i, module in enumerate(modules)]
+    schedules = [bpipe.FromPlan(stage, plan, loss_fn=loss_of(i)) for i, stage in enumerate(stages)]
+    x, y = batch_of(kind, 2 * M, 0)
+    loopback.step(schedules, x.clone(), target=y)
+    assert [schedule.stats["peak_slots"] for schedule in schedules] == list(plan.peak_slots)
+    for module, one in zip(modules, expected):
+        assert all(map(torch.equal, Trained().of(module).tensors, one.tensors))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,9 +110,10 @@ def test_bytes_are_the_plan_s_and_those_that_are_alive(kind: str) -> None:
         counted = live.step(x, y)
     for rank, ((peak, stats), (least, most)) in enumerate(zip(counted, live.between())):
         is_last, found = rank == 0, schedules[rank].ledger.footprints[2 - rank, 0]
-        under_way = found.kept_sent_bytes * (not is_last)  # of what is saved, the output is a message until the backward has run
+        # Of what is saved, the output is a message until the backward has run.
+        under_way = found.sizes()["out"].kept * (not is_last)
         assert peak and least <= stats["peak_bytes"] - under_way <= most
-        assert bool(found.results_bytes) is not is_last
+        assert bool(found.sizes()["loss"].num_bytes) is not is_last
         assert stats["peak_slots"] == stats["predicted_peak_slots"] == 1
         assert stats["device_peak_bytes"] == stats["predicted_device_peak_bytes"]
     assert [stats["microbatches_unknown"] for _, stats in counted] == [0, 0, 0]
@@ -107,7 +127,7 @@ def test_balanced_counts_in_bytes_and_moves_nothing() -> None:
     for _ in range(3):
         loopback.step(balanced, x, target=y)
     plan = balanced[0].plan
-    assert plan.local and plan.sizes is not None and plan.sizes.stages[0].results and not any(plan.served)
+    assert shape_of(plan).local and plan.sizes is not None and plan.sizes.stages[0]["loss"].num_bytes and not any(plan.served)
     assert [schedule.stats["device_peak_bytes"] for schedule in reversed(balanced)] == list(plan.device_peak_bytes)
     budget = max(plan.device_peak_bytes) - 1
     balanced = [bpipe.Balanced(one, budget=budget) for one in schedules_of(loopback, modules, 4)]
@@ -196,7 +216,8 @@ def test_optimizers_step_a_stage_at_a_time_and_stages_are_saved_and_traced(tmp_p
     for one, other in zip(looped, filled, strict=True):
         assert one and all(map(torch.equal, one, other))
     (timeline,) = bpipe.load_trace(tmp_path / "trace")
-    assert timeline.plan.local and [str(span.action) for span in timeline.computations(rank=2)][:3] == ["2F0", "2B0", "2F1"]
+    assert shape_of(timeline.plan).local
+    assert [str(span.action) for span in timeline.computations(rank=2)][:3] == ["2F0", "2B0", "2F1"]
 
 
 def sleeping(rank: int, num_stages: int, m: int, forward_s: float) -> list[tuple[float, float]]:

@@ -13,6 +13,7 @@ from torch import nn
 import bpipe
 import bpipe.relaxed.paths as module
 from bpipe.errors import ConfigurationError, PlanError
+from bpipe.flow.shaping import shaped
 from bpipe.plan.issue_order import issue_orders
 from bpipe.relaxed import deal, routed_plan
 from bpipe.relaxed.paths import most_in_flight
@@ -20,6 +21,7 @@ from bpipe.schedules import Action, Costs, Op, Plan, build, simulate, verify
 from bpipe.schedules.by_name import forward_plan
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, assert_caught, refused
 from tests.schedules.replay import replay
+from tests.schedules.shape_of_plan import reshaped, shape_of
 from tests.tiers import examples
 
 
@@ -86,19 +88,23 @@ def test_harmful_mutations_are_caught(plan: Plan, chosen: list[Mutation], random
             assert_caught(mutant)
 
 
+NO_PEER = "0SEND_F0 on rank 0 with peer 1: expected rank 0 and no peer"
+TWICE = "alternatives", (0, 1, 2, 3), ((0, 1), (2, 3)), True
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda plan: replace(plan, paths=plan.paths[1:]), "5 paths of 6 microbatches"),
-        (lambda plan: replace(plan, paths=((0, 3), *plan.paths[1:])), "the path leads to stage 3 on rank 3"),
-        (lambda plan: replace(plan, paths=((1, 0), *plan.paths[1:])), "expected a replica of each stage 0 to 1"),
-        (lambda plan: replace(plan, paths=((0, 5), *plan.paths[1:])), "expected a replica of each stage 0 to 1"),
-        (lambda plan: replace(plan, stage_ranks=(0, 0, 2, 3)), "each on a rank of its own"),
-        (lambda plan: replace(plan, directions=2), "not known to work together"),
+        (lambda plan: reshaped(plan, paths=shape_of(plan).paths[1:]), NO_PEER),
+        (lambda plan: reshaped(plan, paths=((0, 3), *shape_of(plan).paths[1:])), "expected rank 0 and peer 3"),
+        (lambda plan: reshaped(plan, paths=((1, 0), *shape_of(plan).paths[1:])), r"takes stages \(1, 0\)"),
+        (lambda plan: reshaped(plan, paths=((0, 5), *shape_of(plan).paths[1:])), r"takes stages \(0, 5\)"),
+        (lambda plan: reshaped(plan, stage_ranks=(0, 0, 2, 3)), NO_PEER),
+        (lambda plan: replace(plan, flow=shaped(plan.flow, *TWICE)), "4 stages run 2 parts"),
     ],
 )
 def test_wrong_paths_are_refused(change: object, match: str) -> None:
-    with pytest.raises(PlanError, match=match):
+    with pytest.raises(ValueError, match=match):
         verify(change(routed_plan(6, [[1, 1], [2, 1]])))  # type: ignore[operator]
 
 
@@ -107,13 +113,13 @@ def test_who_does_not_run_paths_says_so() -> None:
     loopback = bpipe.Loopback(2)
     with pytest.raises(ConfigurationError, match=r"paths through replicas, which bpipe\.Routes runs"):
         bpipe.FromPlan(bpipe.PipelineStage(nn.Linear(2, 2), 0, 2, group=loopback.rank(0)), plan)
-    with pytest.raises(PlanError, match="has paths, which torch"):
+    with pytest.raises(PlanError, match="has alternatives, which torch"):
         plan.to_csv()
 
 
 def test_forwards_alone() -> None:
     plan = forward_plan(routed_plan(5, [[1, 1], [2, 1]]))
-    assert plan.paths
+    assert shape_of(plan).paths
     assert replay(plan) is None
 
 
@@ -121,7 +127,8 @@ def test_a_stage_takes_its_microbatches_in_order_with_gaps() -> None:
     plan = routed_plan(6, [[1, 1], [2, 1]])
     rank, names = 1, {0: 2, 2: 0}
     lanes = [[a._replace(microbatch=names.get(a.microbatch, a.microbatch)) for a in lane] for lane in plan.actions]
-    swapped = replace(plan, actions=tuple(map(tuple, lanes)), paths=tuple(plan.paths[names.get(i, i)] for i in range(6)))
+    paths = shape_of(plan).paths
+    swapped = reshaped(replace(plan, actions=tuple(map(tuple, lanes))), paths=tuple(paths[names.get(i, i)] for i in range(6)))
     assert [action.microbatch for action in swapped.compute(rank) if action.op is Op.F] == [2, 0, 4]
     with pytest.raises(PlanError, match="1F2 stands before 1F0"):
         verify(swapped)
@@ -130,7 +137,7 @@ def test_a_stage_takes_its_microbatches_in_order_with_gaps() -> None:
 def test_a_wrong_peer_is_named_with_the_right_one() -> None:
     plan = routed_plan(6, [[1, 1], [2, 1]])
     lane = tuple(Action.parse("0SEND_F0@3") if str(action) == "0SEND_F0" else action for action in plan.actions[0])
-    with pytest.raises(PlanError, match="0SEND_F0 on rank 0 with peer 3: the path leads to stage 1 on rank 1"):
+    with pytest.raises(PlanError, match="0SEND_F0 on rank 0 with peer 3: expected rank 0 and peer 1"):
         verify(replace(plan, actions=(lane, *plan.actions[1:])))
 
 
@@ -145,7 +152,7 @@ def test_equal_speeds_are_1f1b_on_each_replica() -> None:
 def test_memory_is_bounded(plan: Plan) -> None:
     """No rank holds more than its share of the microbatches in flight."""
     assert not refused(plan)
-    dealt = [[path[stage % plan.depth] for path in plan.paths].count(stage) for stage in range(plan.num_stages)]
+    dealt = [[path[stage % plan.depth] for path in shape_of(plan).paths].count(stage) for stage in range(plan.num_stages)]
     assert all(peak <= count for peak, count in zip(plan.peak_slots, dealt))
 
 

@@ -37,6 +37,7 @@ from bpipe.relaxed.replica_sums import Replicas, givers_of
 from bpipe.relaxed.throughputs import Throughputs
 from tests.patience import PATIENCE_S, ended, until
 from tests.relaxed.runs import KILLED, Block, M, alone, batch, loss_fn, run, train, wait_for_newcomers
+from tests.schedules.shape_of_plan import shape_of
 
 NUM_STEPS = 5
 
@@ -165,7 +166,7 @@ def at_two_speeds(seat: int, store: Any, seconds: float) -> dict[str, Any]:
         module.is_used = seat % 2 == 1 or step == 6
         routes.step(torch.arange(32, dtype=torch.float64).view(16, 2), target=torch.ones(16, 2, dtype=torch.float64))
     assert routes.plan is not None
-    paths = routes.plan.paths
+    paths = shape_of(routes.plan).paths
     routes.close()
     return {"paths": paths, "weights": module.state_dict(), "gradients": [one.grad for one in module.parameters()]}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from bpipe.schedules import Action, Plan, StageSizes
+from tests.amounts import number_of
+from tests.schedules.shape_of_plan import shape_of
 
 
 @dataclass
@@ -49,8 +51,8 @@ class Bytes:
     """The bytes of a plan's objects; all are 0 where it has no sizes."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.depth = len(plan.paths[0]) if plan.paths else len(plan.stage_ranks) // plan.directions
+        self.plan, self.shape = plan, shape_of(plan)
+        self.depth = self.shape.depth
         self.stores = [Store() for _ in plan.actions]
 
     def parts(self, stage: int) -> range:
@@ -82,7 +84,7 @@ class Bytes:
         """A number of a stage's sizes by its name; what has no stage at its other end is no message."""
         if self.plan.sizes is None or (stage % self.depth == 0 and "received" in name):
             return 0
-        return int(getattr(self.of(stage, unit), name))
+        return number_of(self.of(stage, unit), name)
 
     def made(self, stage: int, unit: int) -> int:
         """The bytes of an output that are not among the saved ones."""
@@ -90,11 +92,11 @@ class Bytes:
 
     def is_near(self, stage: int) -> bool:
         """Whether a stage hands its output to the next one on the same rank, or there is no next one."""
-        return self.is_last(stage) or (not self.plan.paths and self.plan.stage_ranks[stage] == self.plan.stage_ranks[stage + 1])
+        return self.is_last(stage) or (not self.shape.paths and self.plan.stage_ranks[stage] == self.plan.stage_ranks[stage + 1])
 
     def has_prediction(self, stage: int) -> bool:
         """Whether a stage sends its output on, and has a loss as well."""
-        return self.plan.local and not self.is_last(stage)
+        return self.shape.local and not self.is_last(stage)
 
     def is_last(self, stage: int) -> bool:
         """Whether a microbatch ends there."""
@@ -102,7 +104,8 @@ class Bytes:
 
     def exchange(self, rank: int, stage: int) -> None:
         """Memory for the gradients of a stage's twin is taken."""
-        self.stores[rank].hold((("gradients", stage), 0 if self.plan.sizes is None else self.plan.sizes.stages[stage].gradients))
+        gradients = 0 if self.plan.sizes is None else number_of(self.plan.sizes.stages[stage], "gradients")
+        self.stores[rank].hold((("gradients", stage), gradients))
 
     def added(self, rank: int, stage: int) -> None:
         """They have been added up."""
@@ -171,7 +174,7 @@ class Bytes:
             taken.append((("gradient", stage, microbatch), self.size(stage, microbatch, "sent")))
         if self.has_prediction(stage):
             taken.append((("gradient", stage, microbatch), self.size(stage, microbatch, "results")))
-        if stage % self.depth and not self.plan.local:
+        if stage % self.depth and not self.shape.local:
             taken.append((("result", stage, microbatch), self.size(stage, microbatch, "received")))
         given = self.gradients_of_states(stage, microbatch)
         taken.append((given, self.stores[rank].objects.get(given, 0) + self.size(stage, microbatch, "given")))

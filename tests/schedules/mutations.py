@@ -10,7 +10,9 @@ from random import Random
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.plan.action import COMPUTE, HOST
 from bpipe.schedules import Action, Op, Plan, verify
+from tests.amounts import changed, number_of
 from tests.schedules.replay import replay
+from tests.schedules.shape_of_plan import reshaped
 
 MOVES = frozenset(op for op in Op if any(name in op for name in ("EVICT", "LOAD", "ACCEPT", "RETURN")))
 
@@ -174,10 +176,15 @@ def size_changed(plan: Plan, random: Random) -> Plan | None:
         rank = random.randrange(plan.num_ranks)
         static = tuple(max(0, b + less_or_more) if r == rank else b for r, b in enumerate(sizes.static))
         return replace(plan, sizes=replace(sizes, static=static))
-    old = getattr(sizes.stages[stage], name)
-    new = max(0, old + less_or_more) if isinstance(old, int) else (max(0, old[0] + less_or_more), *old[1:])
+    old = sizes.stages[stage]
     with suppress(ConfigurationError):
-        stages = tuple(replace(one, **{name: new}) if s == stage else one for s, one in enumerate(sizes.stages))
+        if name == "parts":
+            new = replace(old, parts=(max(0, old.parts[0] + less_or_more), *old.parts[1:]))
+        elif name == "fixed":
+            new = replace(old, fixed=max(0, old.fixed + less_or_more))
+        else:
+            new = changed(old, **{name: max(0, number_of(old, name) + less_or_more)})
+        stages = tuple(new if s == stage else one for s, one in enumerate(sizes.stages))
         return replace(plan, sizes=replace(sizes, stages=stages))
     return None
 
@@ -210,9 +217,12 @@ def parts_exchanged_on_both_ends(plan: Plan, random: Random) -> Plan | None:
     return with_lanes(plan, {i: tuple(map(renamed, lane)) for i, lane in enumerate(lanes(plan))})
 
 
-def computed_in_part(plan: Plan, random: Random) -> Plan:
+def computed_in_part(plan: Plan, random: Random) -> Plan | None:
     """A computation is of a part of its microbatch."""
-    index, at = random.choice([(i, at) for i, lane in enumerate(plan.actions) for at, a in enumerate(lane) if a.op in COMPUTE])
+    computations = [(i, at) for i, lane in enumerate(plan.actions) for at, a in enumerate(lane) if a.op in COMPUTE]
+    if not computations:
+        return None
+    index, at = random.choice(computations)
     return rewritten(plan, index, at, plan.actions[index][at]._replace(part=random.randint(1, 3)))
 
 
@@ -230,15 +240,15 @@ def to_host_instead(plan: Plan, random: Random) -> Plan | None:
 def stage_elsewhere(plan: Plan, random: Random) -> Plan | None:
     stage, rank = random.randrange(plan.num_stages), random.randrange(plan.num_ranks)
     ranks = tuple(rank if s == stage else r for s, r in enumerate(plan.stage_ranks))
-    return replace(plan, stage_ranks=ranks) if ranks != plan.stage_ranks else None
+    return reshaped(plan, stage_ranks=ranks) if ranks != plan.stage_ranks else None
 
 
 def microbatches_miscounted(plan: Plan, random: Random) -> Plan | None:
-    return replace(plan, num_microbatches=plan.num_microbatches + random.choice([-1, 1]))
+    return reshaped(plan, num_microbatches=plan.num_microbatches + (random.choice([-1, 1]) if plan.num_microbatches > 1 else 1))
 
 
 def direction_mistaken(plan: Plan, random: Random) -> Plan | None:
-    return replace(plan, has_backward=not plan.has_backward)
+    return reshaped(plan, has_backward=not plan.has_backward)
 
 
 # No plan survives one of these.

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from bpipe.schedules import Action, Plan
 from tests.schedules.counted import Bytes, RemoteBuffers
+from tests.schedules.shape_of_plan import shape_of
 
 HOST = -1
 MOVES = ("EVICT", "WAIT_EVICT", "LOAD", "WAIT_LOAD")
@@ -117,11 +118,11 @@ class _Queue:
 
 class _Machine:
     def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+        self.plan, self.shape = plan, shape_of(plan)
         self.p, self.m = len(plan.stage_ranks), plan.num_microbatches * plan.slices
-        self.depth = len(plan.paths[0]) if plan.paths else self.p // plan.directions  # stages that a microbatch passes
-        ways, units = range(plan.directions), range(self.m)
-        self.passing = [[unit for unit in units if unit // plan.slices % plan.directions == way] for way in ways]
+        self.depth = self.shape.depth  # stages that a microbatch passes
+        ways, units = range(self.shape.directions), range(self.m)
+        self.passing = [[unit for unit in units if unit // plan.slices % self.shape.directions == way] for way in ways]
         self.tokens: dict[Place, Token] = {}
         self.queues: dict[Place, _Queue] = defaultdict(_Queue)
         self.works: dict[Place, _Message] = {}  # started and not yet waited for
@@ -141,7 +142,8 @@ class _Machine:
         self.exchanged: set[int] = set()  # stages whose gradients are on their way to their twins
         self.added: set[int] = set()
         self.crossings: Counter[tuple[object, ...]] = Counter()
-        self.ways = [way for first in ways for skip in range(len(plan.skips)) for way in self.ways_of(skip, first * self.depth)]
+        skips = range(len(self.shape.skips))
+        self.ways = [way for first in ways for skip in skips for way in self.ways_of(skip, first * self.depth)]
         self.made: dict[int, list[_Way]] = defaultdict(list)  # by source
         self.used: dict[int, list[_Way]] = defaultdict(list)  # by user
         for way in self.ways:
@@ -178,7 +180,7 @@ class _Machine:
         insist(not self.away, "undone: still away", *self.away)
         insist(not self.gathered, "undone: weights stay gathered of", *self.gathered)
         insist(not self.plan.has_backward or self.reduced == self.sharded, "undone: gradients of", *self.sharded - self.reduced)
-        twins = set(range(self.p)) if self.plan.directions > 1 and self.plan.has_backward else set()
+        twins = set(range(self.p)) if self.shape.directions > 1 and self.plan.has_backward else set()
         insist(self.added == twins, "undone: gradients of twins were not added up:", *twins ^ self.added)
         for rank, budget in enumerate(self.plan.slots):
             peak = self.occupied(rank)
@@ -291,13 +293,13 @@ class _Machine:
 
     def units(self, stage: int) -> list[int]:
         """What passes a stage, in the order of forwards: every microbatch, every other one, or those whose path leads there."""
-        if self.plan.paths:
-            return [unit for unit, path in enumerate(self.plan.paths) if stage in path]
+        if self.shape.paths:
+            return [unit for unit, path in enumerate(self.shape.paths) if stage in path]
         return self.passing[stage // self.depth]
 
     def beside(self, stage: int, offset: int, unit: int) -> int:
         """The stage before or behind one, on a unit's path if it has one."""
-        return self.plan.paths[unit][stage % self.depth + offset] if self.plan.paths else stage + offset
+        return self.shape.paths[unit][stage % self.depth + offset] if self.shape.paths else stage + offset
 
     def stages_of(self, rank: int) -> set[int]:
         return {stage for stage, owner in enumerate(self.plan.stage_ranks) if owner == rank}
@@ -330,7 +332,7 @@ class _Machine:
         self.tokens["done backward", stage, microbatch] = ()
         for place in self.saved(rank, action):
             self.use(place, place[1:], action, keep=True)
-        if (stage + 1) % self.depth and not self.plan.local:
+        if (stage + 1) % self.depth and not self.shape.local:
             behind = self.beside(stage, 1, microbatch)
             near = self.plan.stage_ranks[behind] == rank
             where = (rank, "result", behind, microbatch) if near else (rank, "gradient", stage, microbatch)
@@ -374,7 +376,7 @@ class _Machine:
 
     def ways_of(self, skip: int, first: int) -> list[_Way]:
         """The ranks that use a skip, in the direction whose first stage is given."""
-        stages, ranks = self.plan.skips[skip], self.plan.stage_ranks
+        stages, ranks = self.shape.skips[skip], self.plan.stage_ranks
         is_later = len(stages) > 1 and all(one < other for one, other in pairwise(stages))
         insist(is_later and stages[0] >= 0 and stages[-1] < self.depth, "no such skip:", stages)
         source, *users = (first + stage for stage in stages)
@@ -429,7 +431,7 @@ class _Machine:
     def exchange(self, rank: int, action: Action) -> None:
         """A stage's gradients leave for its twin, and memory for the twin's is taken."""
         _, stage, microbatch, _, peer = action
-        insist(self.plan.directions > 1 and microbatch == 0, "misplaced:", action)
+        insist(self.shape.directions > 1 and microbatch == 0, "misplaced:", action)
         insist(stage not in self.exchanged, "reduced twice:", action)
         there, back = self.queues["twin", rank, peer], self.queues["twin", peer, rank]
         there.at(there.sent).sources = [(rank, "gradients", stage)]
@@ -530,7 +532,7 @@ class _Machine:
 
     def send_forward(self, rank: int, action: Action) -> None:
         self.start_send("forward", rank, action, *self.places(rank, action, "output", "handed on"))
-        if action[1:3] not in self.again and not self.plan.local:  # else its bytes count, and no slot that it could keep
+        if action[1:3] not in self.again and not self.shape.local:  # else its bytes count, and no slot that it could keep
             self.occupy(rank, action, f"sending {action.part}")
 
     def sent_forward(self, rank: int, action: Action) -> bool:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from bpipe.errors import BudgetError
 from bpipe.passes.balance.balance import balance, minimize_peak
 from bpipe.schedules import Costs, Destinations, Link, Plan, Sizes, StageSizes, finish
+from tests.amounts import amounts
 from tests.schedules.strategies import orders
 
 FEW = st.integers(0, 9)
@@ -36,12 +37,8 @@ def stage_sizes(draw: st.DrawFn, received: int, sent: int, most_parts: int) -> S
     return StageSizes(
         parts=parts,
         fixed=fixed,
-        state=state,
-        received=received,
-        sent=sent,
-        kept_received=kept[0],
-        kept_sent=kept[1],
         between=draw(st.none() | FEW),
+        amounts=amounts(state=state, received=received, sent=sent, kept_received=kept[0], kept_sent=kept[1]),
     )
 
 

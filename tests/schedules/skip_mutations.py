@@ -40,7 +40,7 @@ def dropped(plan: Plan) -> Iterator[Plan]:
         yield without(plan, wait)
         yield without(plan, (rank, at, post), wait)
         assert post.peer is not None
-        other = post.peer, post.other_end
+        other = post.peer, plan.other_end(post)
         yield without(plan, (rank, at, post), wait, ends[other], waits[other])
 
 

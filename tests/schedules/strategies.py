@@ -10,7 +10,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError
-from bpipe.flow.shapes import shaped
+from bpipe.flow.shaping import shaped
 from bpipe.passes.balance.balance import balance
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.order import clock
@@ -28,8 +28,7 @@ def computations(lanes: Sequence[Sequence[Action]], stage_ranks: Sequence[int], 
         merged[stage_ranks[stage]] += [(time, stage, action) for action, time in zip(lane, times)]
     return Plan(
         name=name,
-        num_microbatches=num_microbatches,
-        stage_ranks=tuple(stage_ranks),
+        flow=shaped(None, "chain", tuple(stage_ranks), num_microbatches),
         actions=tuple(tuple(action for *_, action in sorted(lane, key=lambda item: item[:2])) for lane in merged),
         served=((),) * len(merged),
         slots=(None,) * len(merged),

@@ -33,7 +33,9 @@ from bpipe.schedules import (
     verify,
 )
 from bpipe.simulator.critical import critical_path
+from tests.amounts import amounts, changed
 from tests.schedules.replay import occupied, occupied_bytes, replay
+from tests.schedules.shape_of_plan import reshaped
 from tests.tiers import examples
 
 RULES = {rule.name: rule for rule in rules() if rule.placement.directions == 2}
@@ -185,21 +187,19 @@ def test_an_odd_number_of_ranks_and_a_part_of_a_unit_are_refused() -> None:
 
 
 def test_torch_has_no_two_directions() -> None:
-    with pytest.raises(PlanError, match="two directions"):
+    with pytest.raises(PlanError, match="has alternatives, which torch"):
         made("bitpipe", 2, 2).to_csv()
 
 
-@pytest.mark.parametrize("text", ["directions=3", "directions=0", "directions=2"])
-def test_a_text_with_wrong_directions_is_refused(text: str) -> None:
-    lines = build("1f1b", 3, 3).to_text().replace("backward=1", f"backward=1 {text}")
-    with pytest.raises(PlanError, match="directions"):
-        Plan.from_text(lines)
+WRONG_ROUTES = ["[]", "[[0,1,2],[3,4]]", "[[0,1,2],[3,4,6]]", "[[0,1,2],[3,5,4]]", "[[0,1,2],[3,4,-5]]", "3", '"012"']
 
 
-@pytest.mark.parametrize("directions", [0, 3])
-def test_a_plan_with_wrong_directions_is_refused(directions: int) -> None:
-    with pytest.raises(PlanError, match="directions"):
-        verify(replace(build("1f1b", 4, 4), directions=directions))
+@pytest.mark.parametrize("routes", WRONG_ROUTES)
+def test_a_text_with_wrong_routes_is_refused(routes: str) -> None:
+    shape = f"flow alternatives [[0,1,2,2,1,0],{routes},true]\nrank 0:"
+    with pytest.raises(PlanError, match="not a plan: what it computes cannot be read"):
+        Plan.from_text(build("1f1b", 3, 3).to_text().replace("rank 0:", shape))
+    Plan.from_text(build("1f1b", 3, 3).to_text().replace("rank 0:", shape.replace(routes, "[[0,1,2],[3,4,5]]")))
 
 
 def harmful(plan: Plan) -> dict[str, Plan]:
@@ -229,7 +229,7 @@ def harmful(plan: Plan) -> dict[str, Plan]:
         "with nobody": with_lane(0, [*lane[:first], lane[first]._replace(peer=None), *lane[first + 1 :]]),
         "in another order": with_lane(0, swapped),
         "a microbatch of the other direction": with_lane(0, [*lane[:forward], other, *lane[forward + 1 :]]),
-        "one direction": replace(plan, directions=1),
+        "one direction": reshaped(plan, directions=1),
     }
 
 
@@ -269,13 +269,11 @@ def sized(draw: st.DrawFn) -> Plan:
         StageSizes(
             parts=tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=1))),
             fixed=draw(number),
-            received=draw(number),
-            sent=draw(number),
-            gradients=draw(number),
+            amounts=amounts(sent=draw(number), gradients=draw(number)),
         )
         for _ in range(plan.depth)
     ]
-    half = [replace(one, received=half[s - 1].sent if s else 0) for s, one in enumerate(half)]
+    half = [changed(one, received=half[s - 1]["out"].num_bytes if s else 0) for s, one in enumerate(half)]
     sizes = Sizes(stages=(*half, *half), static=(draw(number),) * p)
     highest = replace(plan, sizes=sizes).device_peak_bytes
     budgets = [peak - draw(st.integers(0, peak // 8)) for peak in highest]

@@ -92,8 +92,8 @@ def test_fewer_microbatches_than_the_first_stage_holds_are_refused() -> None:
 @pytest.mark.parametrize(
     ("plan", "how", "says"),
     [
-        (build("seq_1f1b", 2, 4, slices=2), {}, "whole microbatches, in one direction"),
-        (build("chimera", 4, 4), {}, "whole microbatches, in one direction"),
+        (build("seq_1f1b", 2, 4, slices=2), {}, "whole microbatches through a chain"),
+        (build("chimera", 4, 4), {}, "whole microbatches through a chain"),
         (build("1f1b", 2, 4), {"pieces": 0}, "pieces=0, rank=0: give at least one piece"),
         (build("1f1b", 2, 4), {"rank": 2}, "one of the plan's 2 ranks"),
         (build("1f1b", 2, 4), {"costs": Costs(forward_s=[1.0, 1.0])}, "forward_s"),

@@ -17,13 +17,15 @@ from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.fit import FINENESS
 from bpipe.passes.recompute import recompute
 from bpipe.schedules import Costs, Link, Plan, Sizes, StageSizes, build, finish, simulate
+from tests.amounts import amounts
 from tests.schedules.replay import occupied_bytes, replay
 from tests.schedules.sized import destinations, links, sizes_of
 from tests.schedules.strategies import orders
 from tests.tiers import examples
 
 P, M, SIZE = 6, 12, 8
-SIZES = Sizes(stages=tuple(StageSizes(parts=(SIZE,), received=min(s, 1), sent=1) for s in range(P)), static=(0,) * P)
+STAGES = tuple(StageSizes(parts=(SIZE,), amounts=amounts(received=min(s, 1), sent=1)) for s in range(P))
+SIZES = Sizes(stages=STAGES, static=(0,) * P)
 
 
 def plain() -> Plan:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from bpipe.flow.shaping import shaped
 from bpipe.passes.recompute import recompute
 from bpipe.plan.grid import excerpt, head, num_fitting, rows
 from bpipe.schedules import Action, Plan, Sizes, build
@@ -19,7 +20,7 @@ LANE = (
 def plan(**memory: object) -> Plan:
     actions = (tuple(map(Action.parse, LANE.split())),)
     sizes = Sizes.of([2**30], num_parts=2)
-    known = {"name": "by_hand", "num_microbatches": 2, "stage_ranks": (0,), "served": ((),), "slots": (None,)}
+    known = {"name": "by_hand", "flow": shaped(None, "chain", (0,), 2), "served": ((),), "slots": (None,)}
     return Plan(actions=actions, **known, **{"sizes": sizes, **memory})  # type: ignore[arg-type]
 
 

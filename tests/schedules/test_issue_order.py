@@ -15,7 +15,7 @@ from bpipe.passes.balance.balance import by_count
 from bpipe.passes.communicate import computations_only
 from bpipe.plan.action import HOST, POSTS, RECEIVER_OF, SERVED
 from bpipe.plan.issue_order import check_issue_orders, issue_orders
-from bpipe.schedules import Action, Plan, build, finish, rules, verify
+from bpipe.schedules import Action, Op, Plan, build, finish, rules, verify
 from bpipe.schedules.by_name import forward_plan
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import gathering_plans, plans
@@ -61,8 +61,8 @@ def stands_still(orders: Sequence[Sequence[Action]]) -> bool:
                     mine.pop(0), theirs.pop(0)
                     goes_on = True
             elif post.op in RECEIVER_OF and post.peer is not None and (theirs := rest[post.peer]):
-                receive, offset = RECEIVER_OF[post.op]
-                if theirs[0] == Action(receive, post.stage + offset, *post[2:4], peer=rank):
+                offset = {Op.SEND_F: 1, Op.SEND_B: -1}.get(post.op, 0)
+                if theirs[0] == Action(RECEIVER_OF[post.op], post.stage + offset, *post[2:4], peer=rank):
                     mine.pop(0), theirs.pop(0)
                     goes_on = True
     return any(rest)

@@ -25,7 +25,9 @@ from bpipe.schedules import Action, Costs, Op, Plan, Sizes, StageSizes, build, f
 from bpipe.schedules.registry import rule_named
 from bpipe.simulator.critical import critical_path
 from bpipe.simulator.gaps import gaps_of
+from tests.amounts import amounts
 from tests.schedules.replay import replay
+from tests.schedules.shape_of_plan import reshaped
 
 PLANS = {
     "dualpipe_v": lambda: build("dualpipe_v", 6, 9, overlapped=True),
@@ -97,14 +99,14 @@ def test_all_passes_keep_or_drop_them(plan: Plan) -> None:
     for other in (forward_only(plan), profiling_order(plan)):
         assert not other.overlapped
         verify(finish(other))
-    with pytest.raises(ConfigurationError, match="without skips or pairs"):
+    with pytest.raises(ConfigurationError, match="without pairs"):
         with_encoder(build("dualpipe_v", 6, 9, overlapped=True), 1, Costs())
 
 
 def sizes_of(plan: Plan, random: Random) -> Sizes:
     def stage() -> StageSizes:
         parts = tuple(random.randint(1, 40) for _ in range(3))
-        return StageSizes(parts=parts, received=random.randint(0, 9), sent=random.randint(0, 9), kept_received=0, kept_sent=0)
+        return StageSizes(parts=parts, amounts=amounts(received=random.randint(0, 9), sent=random.randint(0, 9)))
 
     return Sizes(stages=tuple(stage() for _ in range(plan.num_stages)), static=(random.randint(0, 50),) * plan.num_ranks)
 
@@ -144,7 +146,7 @@ def test_recomputed_pairs_come_apart() -> None:
 
 def test_bytes_of_a_pair() -> None:
     """Both take their memory when the pair begins, and free it when it has ended, so that it does not matter who comes first."""
-    stage = StageSizes(parts=(100,), received=10, sent=20, kept_received=0, kept_sent=0)
+    stage = StageSizes(parts=(100,), amounts=amounts(received=10, sent=20))
     plan = replace(build("dualpipe_v", 4, 8, overlapped=True), sizes=Sizes(stages=(stage,) * 4, static=(0, 0)))
     one_by_one = replace(plan, overlapped=frozenset())
     for lane, other in zip(plan.actions, swapped(plan).actions):
@@ -152,7 +154,7 @@ def test_bytes_of_a_pair() -> None:
         apart, reverse = (list(occupancy(one, one_by_one.meter())) for one in (lane, other))
         assert all(live >= max(others) for live, *others in zip(beside, apart, reverse))
         for i in (i for i, action in enumerate(lane) if plan.begins_pair(action)):
-            assert beside[i] == beside[i + 1] == apart[i] + plan.meter().taken(lane[i + 1]) >= max(apart[i : i + 2])
+            assert beside[i] == beside[i + 1] == apart[i] + plan.meter().change(lane[i + 1])[0] >= max(apart[i : i + 2])
 
 
 def test_verifier() -> None:
@@ -171,8 +173,8 @@ def test_verifier() -> None:
         verify(replace(build("1f1b", 1, 2), overlapped=frozenset({(0, 0)})))
     with pytest.raises(PlanError, match="9F9, a forward of a pair, is outside 4 stages"):
         verify(replace(plan, overlapped=frozenset({(9, 9)})))
-    with pytest.raises(PlanError, match="in a plan with skips"):
-        verify(replace(plan, skips=((0, 2),)))
+    with pytest.raises(PlanError, match="0SEND_F0>2 is missing"):
+        verify(reshaped(plan, skips=((0, 2),)))
     with pytest.raises(PlanError, match=r"'\(0F1;0W0\)OVERLAP_F_B' is not a pair"):
         from_csv("(0F1;0W0)OVERLAP_F_B")
 
@@ -210,13 +212,17 @@ def test_pairs_that_are_none() -> None:
         from_csv("0F0,(0F1;0B0)OVERLAP_F_B,(0F1;0B1)OVERLAP_F_B")
 
 
+@pytest.mark.parametrize("name", ["dualpipe_v", "interleaved_1f1b"])
+@pytest.mark.parametrize("skips", [[(0, 2)], [(0, 1, 3), (1, 7)], [(0, 5, 7), (2, 4), (3, 6)]])
+def test_pairs_and_skips(name: str, skips: list[tuple[int, ...]]) -> None:
+    """No message is waited for between the two of a pair."""
+    for plan in (build(name, 8, 12, num_ranks=4, overlapped=True, skips=skips), finish(overlap(build("1f1b", 8, 12, skips=skips)))):
+        assert plan.overlapped and replay(plan) is None
+
+
 def test_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"1f1b runs no forward side by side .*dualpipe_v or interleaved_1f1b"):
         build("1f1b", 4, 8, overlapped=True)
-    with pytest.raises(ConfigurationError, match="in a model with skips: leave overlapped out"):
-        build("dualpipe_v", 4, 8, overlapped=True, skips=[(0, 2)])
-    with pytest.raises(PlanError, match="has skips"):
-        overlap(build("1f1b", 4, 8, skips=[(0, 2)]))
     with pytest.raises(ConfigurationError, match="overlapped_share=2"):
         Costs(overlapped_share=2)
 

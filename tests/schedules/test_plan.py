@@ -25,6 +25,7 @@ from bpipe.plan.meter import occupancy
 from bpipe.schedules import Action, Destinations, Op, Plan, Sizes, build, finish, from_csv, gpipe, one_f_one_b, rules, verify
 from bpipe.torch_private.release import release
 from tests.schedules.mutations import ORDERING, STRUCTURAL
+from tests.schedules.shape_of_plan import reshaped
 from tests.schedules.strategies import plans
 
 NUMBERS = st.integers(0, 10**9 - 1)
@@ -170,7 +171,7 @@ def test_no_plan_survives_truncation() -> None:
 
 
 def test_a_miscounted_plan_is_refused_at_once() -> None:
-    plan = replace(build("1f1b", 2, 2), num_microbatches=10**9)
+    plan = reshaped(build("1f1b", 2, 2), num_microbatches=10**9)
     with pytest.raises(PlanError, match="cannot run 2 stages and 1000000000 microbatches"):
         verify(plan)
 
@@ -339,7 +340,6 @@ def test_an_unverified_plan_is_asked_for_its_peaks() -> None:
     for ask in (lambda: sized.activation_peak_bytes, lambda: sized.device_peak_bytes, lambda: str(sized)):
         with pytest.raises(PlanError, match="does not have"):
             ask()
-    assert str(replace(plan, actions=(), served=(), stage_ranks=())).startswith("balanced_1f1b: 0 ranks")
 
 
 @pytest.mark.parametrize("sizes", ["9" * 19, str(2**49), ",".join(["1"] * 1024)])

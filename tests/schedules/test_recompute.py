@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 
 import bpipe.passes.recompute as module
 from bpipe.errors import BudgetError, ConfigurationError, PlanError
+from bpipe.flow.shaping import shaped
 from bpipe.passes.balance.balance import balance, default_slots
 from bpipe.passes.communicate import computations_only
 from bpipe.passes.fit import FINENESS
 from bpipe.passes.recompute import recompute, recompute_by_count
 from bpipe.plan.meter import occupancy
 from bpipe.schedules import Action, Costs, Op, Plan, Sizes, StageSizes, build, finish, rules, simulate, verify
+from tests.amounts import amounts, changed
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, assert_caught, damaged, with_lanes
 from tests.schedules.replay import occupied, occupied_bytes, replay
 from tests.schedules.sized import sizes_of
@@ -171,7 +173,8 @@ def test_in_slots_no_fewer_would_do(m, is_split, random):
         begun, ended, weights = begun + (op is Op.F), ended + (op is Op.I), weights + (op is Op.W)
     if not is_split:
         lane = [a._replace(op=Op.B) if a.op is Op.I else a for a in lane if a.op is not Op.W]
-    plan = Plan(name="any", num_microbatches=m, stage_ranks=(0,), actions=(tuple(lane),), served=((),), slots=(None,))
+    flow = shaped(None, "chain", (0,), m)
+    plan = Plan(name="any", flow=flow, actions=(tuple(lane),), served=((),), slots=(None,))
     for limit in range(1, m + 1):
         try:
             found = finish(recompute(plan, slots=limit))
@@ -209,8 +212,8 @@ def test_by_count():
 @pytest.mark.parametrize("kept", [0, 3, 8])
 def test_bytes_by_hand(kept):
     """The input stays instead of what is saved; R gives back what of it is not among the latter."""
-    stage = StageSizes(parts=(80,), fixed=4, received=8, sent=8, kept_received=kept)
-    sizes = Sizes(stages=(replace(stage, received=0, kept_received=0), stage, replace(stage, sent=0)), static=(5, 6, 7))
+    stage = StageSizes(parts=(80,), fixed=4, amounts=amounts(received=8, sent=8, kept_received=kept))
+    sizes = Sizes(stages=(changed(stage, received=0, kept_received=0), stage, changed(stage, sent=0)), static=(5, 6, 7))
     plain = finish(replace(computations_only(build("gpipe", 3, 4)), sizes=sizes))
     found = finish(recompute(plain, sizes=sizes))
     assert [len(found.recomputed(rank)) for rank in range(3)] == [3, 3, 3]

@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bpipe.errors import ConfigurationError, PlanError
+from bpipe.flow.shaping import shaped
 from bpipe.passes.balance.balance import balance
 from bpipe.plan.action import HOST
 from bpipe.plan.destinations import Destinations
@@ -19,7 +20,9 @@ from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, StageSizes, bu
 from bpipe.schedules.by_name import forward_plan
 from bpipe.simulator.critical import critical_path
 from bpipe.simulator.simulation import _slowed_end
+from tests.amounts import amounts, changed, number_of
 from tests.schedules import ticks
+from tests.schedules.shape_of_plan import reshaped
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import plans
 
@@ -56,7 +59,8 @@ def sized_plans_and_costs(draw: st.DrawFn) -> tuple[Plan, Costs]:
     """A plan in bytes, and in each message at least one."""
     plan = draw(sized_plans())
     assert plan.sizes is not None
-    stages = tuple(replace(one, sent=max(1, one.sent), received=max(1, one.received)) for one in plan.sizes.stages)
+    messages = [{name: max(1, number_of(one, name)) for name in ("sent", "received")} for one in plan.sizes.stages]
+    stages = tuple(changed(one, **of_stage) for one, of_stage in zip(plan.sizes.stages, messages))
     plan = replace(plan, sizes=replace(plan.sizes, stages=stages))
     channels = plan.channels()
     assume(len({(c.src, c.dst) for c in channels}) == len(channels))
@@ -79,10 +83,10 @@ def test_every_action_ends_when_a_second_simulator_says(pair: tuple[Plan, Costs]
         return int(costs.seconds(*action[:3])) // (plan.num_parts(action.stage) if action.part else 1)
 
     def sent(action: Action) -> int:
-        return costs.carried(action) if plan.sizes is None else plan.sizes.stages[action.stage].sent
+        return costs.carried(action) if plan.sizes is None else plan.sizes.stages[action.stage]["out"].num_bytes
 
     def received(action: Action) -> int:
-        return costs.carried(action) if plan.sizes is None else plan.sizes.stages[action.stage].received
+        return costs.carried(action) if plan.sizes is None else plan.sizes.stages[action.stage]["in"].num_bytes
 
     def moved(action: Action) -> int:
         return costs.carried(action) if plan.sizes is None else plan.sizes.moved(action)
@@ -186,9 +190,8 @@ def to_host() -> Plan:
     """Two microbatches on one rank, of which the first's only byte goes to the host and comes back."""
     lane = ["0F0", "0EVICT0@host", "0F1", "0WAIT_EVICT0@host", "0LOAD0@host", "0B1", "0WAIT_LOAD0@host", "0B0"]
     actions = (tuple(map(Action.parse, lane)),)
-    return Plan(
-        name="to_host", num_microbatches=2, stage_ranks=(0,), actions=actions, served=((),), slots=(None,), sizes=Sizes.of([1])
-    )
+    flow = shaped(None, "chain", (0,), 2)
+    return Plan(name="to_host", flow=flow, actions=actions, served=((),), slots=(None,), sizes=Sizes.of([1]))
 
 
 def test_a_host_takes_and_gives_on_a_link_of_its_own() -> None:
@@ -205,7 +208,8 @@ def test_transfers_with_the_host_slow_their_own_rank_alone() -> None:
     """By hand: the second forward takes twice as long beside an eviction; on the other rank nothing moves."""
     plan = to_host()
     lanes = (*plan.actions, (Action(Op.F, 1, 0), Action(Op.F, 1, 1), Action(Op.B, 1, 1), Action(Op.B, 1, 0)))
-    apart = replace(plan, stage_ranks=(0, 1), actions=lanes, served=((), ()), slots=(None, None), sizes=Sizes.of([1, 1]))
+    apart = replace(plan, actions=lanes, served=((), ()), slots=(None, None), sizes=Sizes.of([1, 1]))
+    apart = reshaped(apart, stage_ranks=(0, 1))
     timeline = simulate(apart, Costs(host_link=Link(bytes_per_s=0.25), slowdown=2.0))
     assert [span.seconds for span in timeline.computations(0)] == [1, 2, 4, 2]
     assert [span.seconds for span in timeline.computations(1)] == [1, 1, 2, 2]
@@ -222,7 +226,7 @@ def test_a_link_carries_one_transfer_at_a_time() -> None:
 
 def test_messages_of_a_plan_in_bytes_are_its_own() -> None:
     """By hand, m = 1, F 1, B 2 on each of three ranks: outputs of 3 and 4 bytes, gradients of 5 and 6, in a second a byte."""
-    stages = [StageSizes(parts=(1,), received=received, sent=sent) for received, sent in ((0, 3), (5, 4), (6, 0))]
+    stages = [StageSizes(parts=(1,), amounts=amounts(received=received, sent=sent)) for received, sent in ((0, 3), (5, 4), (6, 0))]
     plan = replace(build("1f1b", 3, 1), sizes=Sizes(stages=tuple(stages), static=(0, 0, 0)))
     for output_bytes in (0, 100):
         timeline = simulate(plan, Costs(output_bytes=output_bytes, link=Link(bytes_per_s=1)))
@@ -332,6 +336,7 @@ def test_a_rank_may_keep_remote_activations_alone() -> None:
 
 def test_a_plan_that_never_ends_is_an_error() -> None:
     lanes = ((Action(Op.WAIT_RECV_F, 0, 0, peer=1),), ())
-    plan = Plan(name="stuck", num_microbatches=1, stage_ranks=(0, 1), actions=lanes, served=((), ()), slots=(None, None))
+    flow = shaped(None, "chain", (0, 1), 1)
+    plan = Plan(name="stuck", flow=flow, actions=lanes, served=((), ()), slots=(None, None))
     with pytest.raises(PlanError, match="rank 0 at 0WAIT_RECV_F0"):
         simulate(plan, Costs())

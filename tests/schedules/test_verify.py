@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 
 from bpipe.errors import PlanError
 from bpipe.plan.order import linearise
-from bpipe.schedules import Action, Op, Plan, Sizes, StageSizes, build, finish, one_f_one_b, verify
+from bpipe.schedules import Action, Amount, Op, Plan, Sizes, StageSizes, build, finish, one_f_one_b, verify
 from tests.schedules import mutations
 from tests.schedules.lines import lines_of
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, assert_caught, damaged, lanes, refused
 from tests.schedules.replay import occupied, replay
+from tests.schedules.shape_of_plan import reshaped
 from tests.schedules.strategies import computations, gathering_plans, plans, split
 from tests.tiers import examples
 
@@ -186,11 +187,11 @@ def test_of_many_violations_the_first_are_shown_and_the_rest_are_counted() -> No
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (lambda plan: replace(plan, stage_ranks=()), "shape"),
-        (lambda plan: replace(plan, stage_ranks=(0, 1, 2, 4)), "shape"),
+        (lambda plan: replace(plan, flow=replace(plan.flow, stage_ranks=())), "shape"),
+        (lambda plan: reshaped(plan, stage_ranks=(0, 1, 2, 4)), "shape"),
         (lambda plan: replace(plan, served=plan.served[:3]), "shape"),
         (lambda plan: replace(plan, slots=()), "shape"),
-        (lambda plan: replace(plan, num_microbatches=0), "shape"),
+        (lambda plan: replace(plan, flow=replace(plan.flow, routes=((0,),) * 4)), "shape"),
         (lambda plan: replace(plan, actions=((), (), (), ())), "shape"),
         (lambda plan: replace(plan, served=((), (), (), plan.served[3][::-1])), "ordered"),
         (lambda plan: replace(plan, served=(plan.served[3], (), (), ())), "belongs"),
@@ -219,7 +220,7 @@ def test_an_output_has_arrived_before_its_backward_gives_memory_back(backward: O
 def test_an_output_under_way_counts_when_the_saved_bytes_are_gone() -> None:
     """By hand: 8 saved, the output among them, and 8 of its gradient; 8 more if the first output is still under way then."""
     lanes = [[Action.parse(f"{stage}{text}") for text in ["F0", "I0", "F1", "I1", "W0", "W1"]] for stage in range(2)]
-    stage = StageSizes(parts=(8,), sent=8, kept_sent=8, between=0)
+    stage = StageSizes(parts=(8,), between=0, amounts=(Amount("out", 8, kept=8),))
     sizes = Sizes(stages=(stage, stage), static=(0, 0))
     plan = finish(replace(computations(lanes, (0, 1)), sizes=sizes, budgets=(16, None)))
     assert plan.device_peak_bytes[0] == 16 and replay(plan) is None

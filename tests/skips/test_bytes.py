@@ -15,8 +15,10 @@ from torch import nn
 import bpipe
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.passes.communicate import computations_only
-from bpipe.schedules import Destinations, Plan, Sizes, SkipSizes, StageSizes, build, finish
+from bpipe.schedules import Amount, Destinations, Plan, Sizes, StageSizes, build, finish
+from tests.amounts import amounts
 from tests.occupied import Counting, Whose
+from tests.schedules.shape_of_plan import shape_of
 from tests.skips.models import KINDS, by_itself, model_of
 from tests.skips.models import WIDTH as WIDTH_OF_SUMS
 from tests.skips.test_equality import SCHEDULES, assert_close, gradients_of, schedules_of
@@ -47,7 +49,7 @@ def random_counts(seed: int) -> None:
     """Whatever stages hand on, a rank never has more than its plan says, and gradients are those without a budget, to the bit."""
     choices = random.Random(seed)
     plan, skips = some_plan(choices)
-    while plan.directions > 1:  # the gradients that twins set aside are counted elsewhere
+    while shape_of(plan).directions > 1:  # the gradients that twins set aside are counted elsewhere
         plan, skips = some_plan(choices)
     plan, m, depth = finish(computations_only(plan)), plan.num_microbatches, plan.depth
     torch.manual_seed(seed)
@@ -57,7 +59,8 @@ def random_counts(seed: int) -> None:
         whose, loopback, schedules = Whose(), bpipe.Loopback(plan.num_ranks), list[bpipe.Schedule]()
         copies = [deepcopy(stages[index % depth]) for index in range(plan.num_stages)]
         for rank in range(plan.num_ranks):
-            how: dict[str, Any] = {"device": "cpu", "group": loopback.rank(rank), "directions": plan.directions, "skips": skips}
+            directions = shape_of(plan).directions
+            how: dict[str, Any] = {"device": "cpu", "group": loopback.rank(rank), "directions": directions, "skips": skips}
             held = [bpipe.PipelineStage(copies[index], index, plan.num_stages, **how) for index in plan.stages_of(rank)]
             plain = bpipe.FromPlan(held, plan, loss_fn=nn.functional.mse_loss)
             schedules.append(plain if budget is None else bpipe.Balanced(plain, budget="lowest"))
@@ -151,23 +154,24 @@ class Kept(nn.Module):
 
 
 def test_text_has_the_bytes_of_skips() -> None:
-    def of(*skips: SkipSizes) -> StageSizes:
-        return StageSizes(parts=(5, 7), fixed=3, received=2, sent=2, state=1, skips=skips)
+    def of(*skips: Amount) -> StageSizes:
+        return StageSizes(parts=(5, 7), fixed=3, amounts=(*amounts(received=2, sent=2, state=1), *skips))
 
-    ends = of(SkipSizes(0, 8, 3, 4, 8), SkipSizes(1, 6, 0, 0, 6)), of(SkipSizes(0, 8, 8), SkipSizes(1, 6, 6))
+    ends = of(Amount("0-1", 8, 3, 4, 9), Amount("0-2", 6)), of(Amount("0-1", 8, 8, 0, 0), Amount("0-2", 6, 6))
     plan = build("1f1b", 3, 2, skips=[(0, 1), (0, 2)])
     plan = replace(plan, sizes=Sizes(stages=(ends[0], of(), ends[1]), static=(0, 0, 0)))
     text = plan.to_text()
-    assert "state=1 skips=0:8:3:4:8,1:6:0:0:6\n" in text
+    assert "size 0: 5,7 3 0-1=8:3:4:9 0-2=6 in=2 out=2 state=1\n" in text
+    assert "size 2: 5,7 3 0-1=8:8:0:0 0-2=6:6 in=2 out=2 state=1\n" in text
     assert Plan.from_text(text) == plan
-    for new in ("0:8:3:4", "0:8:3:4:x", "", "1:8:3:4:8,0:6:0:0:6", "0:8:5:4:8", "0:8:3:4:8,0:1:0:0:1"):
+    for new in ("0-1=8:3:4:9:1", "0-1=8:3:4:x", "0-1=", "0-1", "0-1=8:5:4:8", "0-1=8 0-1=8", "0=1", "a%=1"):
         with pytest.raises(PlanError, match="not a plan: the sizes in 'size 0: 5,7 3"):
-            Plan.from_text(text.replace("0:8:3:4:8,1:6:0:0:6", new))
+            Plan.from_text(text.replace("0-1=8:3:4:9", new))
 
 
 @pytest.mark.parametrize(
-    "skips", [(SkipSizes(0, -1),), (SkipSizes(0, 1, 2),), (SkipSizes(1, 1), SkipSizes(0, 1)), (SkipSizes(0, 2**60),)]
+    "skips", [(Amount("0-1", -1),), (Amount("0-1", 1, 2),), (Amount("0-1", 1), Amount("0-1", 2)), (Amount("0-1", 2**60),)]
 )
-def test_sizes_that_no_skip_can_have(skips: tuple[SkipSizes, ...]) -> None:
-    with pytest.raises(ConfigurationError, match="skip"):
-        StageSizes(parts=(1,), skips=skips)
+def test_sizes_that_no_skip_can_have(skips: tuple[Amount, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="0-1"):
+        StageSizes(parts=(9,), amounts=skips)

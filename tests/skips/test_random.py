@@ -14,6 +14,7 @@ from torch import nn
 import bpipe
 from bpipe.errors import BPipeError, BudgetError
 from bpipe.schedules import Plan, build, rules
+from tests.schedules.shape_of_plan import shape_of
 from tests.skips.models import by_itself
 from tests.skips.test_equality import assert_close, gradients_of
 
@@ -93,7 +94,8 @@ def check(seed: int) -> None:
     schedules: list[bpipe.Schedule] = []
     copies = [deepcopy(stages[i % depth]) for i in range(plan.num_stages)]
     for rank in range(plan.num_ranks):
-        how: dict[str, Any] = {"device": "cpu", "group": loopback.rank(rank), "directions": plan.directions, "skips": skips}
+        directions = shape_of(plan).directions
+        how: dict[str, Any] = {"device": "cpu", "group": loopback.rank(rank), "directions": directions, "skips": skips}
         held = [bpipe.PipelineStage(copies[i], i, plan.num_stages, **how) for i in plan.stages_of(rank)]
         schedules.append(bpipe.FromPlan(held, plan, loss_fn=nn.functional.mse_loss))
     steps = 2
@@ -105,7 +107,7 @@ def check(seed: int) -> None:
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(loopback.eval(schedules, x), expected, rtol=0, atol=1e-12)
     gradients = [parameter.grad for stage in alone for parameter in stage.parameters()]
-    assert_close(gradients_of(schedules), gradients * plan.directions)
+    assert_close(gradients_of(schedules), gradients * shape_of(plan).directions)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -16,6 +16,7 @@ import torch
 
 from bpipe.errors import is_printable
 from bpipe.extras import how_to_install
+from bpipe.flow.shaping import shaped
 from bpipe.schedules import Costs, Op, Plan, build, rules, simulate, verify
 from bpipe.schedules.by_name import forward_plan
 from bpipe.tools.balancing import balanced
@@ -656,7 +657,7 @@ def test_costs_from_a_trace_take_medians(tmp_path: Path):
     assert calibrated(steps, build("gpipe", 2, 5)).seconds(Op.F, 0, 4) == 7.0  # of 1 1 9 2 2 18 7 7 63
     with pytest.raises(ConfigurationError, match="the trace is of 2 stages, and the plan has 4"):
         calibrated(steps, build("1f1b", 4, 8))
-    idle = Plan(name="idle", num_microbatches=3, stage_ranks=(0, 1), actions=((), ()), served=((), ()), slots=(None, None))
+    idle = Plan(name="idle", flow=shaped(None, "chain", (0, 1), 3), actions=((), ()), served=((), ()), slots=(None, None))
     evaluation = simulate(forward_plan(balanced), Costs(forward_s=100.0))
     assert calibrated([evaluation, known], balanced) == calibrated([known], balanced)
     with pytest.raises(ConfigurationError, match="the trace has no training steps"):

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from bpipe.errors import ConfigurationError
 from bpipe.passes.communicate import computations_only
 from bpipe.plan.action import COMPUTE
-from bpipe.schedules import Costs, Op, Sizes, Span, StageSizes, Timeline, build, finish, simulate
+from bpipe.schedules import Amount, Costs, Op, Sizes, Span, StageSizes, Timeline, build, finish, simulate
 from bpipe.simulator.timeline import Holding
 from bpipe.tools import scene as scenes
 from bpipe.tools.paper import Paper
 from bpipe.tools.scene import Row, Scene, amount_text, compose, time_unit, without_dips
+from tests.schedules.shape_of_plan import reshaped
 from tests.tiers import examples
 from tests.tools.timelines import BYTES, SLOW, in_parts, interleaved, timeline, timelines
 
@@ -70,7 +71,8 @@ def test_budgets_in_bytes_have_a_line_and_static_bytes_count() -> None:
 
 
 def test_messages_lie_on_the_activations() -> None:
-    sizes = Sizes(stages=tuple(StageSizes(parts=(100,), received=3, sent=3) for _ in range(4)), static=(1000,) * 4)
+    stage = StageSizes(parts=(100,), amounts=(Amount("in", 3), Amount("out", 3)))
+    sizes = Sizes(stages=(stage,) * 4, static=(1000,) * 4)
     shown = simulate(finish(replace(computations_only(build("1f1b", 4, 8)), sizes=sizes)), Costs())
     scene = compose([shown])
     assert layers(scene) == ["stays", "activations", "messages"] and scene.top == max(shown.plan.device_peak_bytes)
@@ -140,7 +142,7 @@ def test_slots_are_counted_where_one_of_two_has_no_bytes() -> None:
 def test_an_evaluation_holds_no_slots() -> None:
     plan = build("1f1b", 2, 4)
     forwards = tuple(tuple(a for a in lane if a.op in (Op.F, Op.SEND_F, Op.RECV_F) or "_F" in a.op) for lane in plan.actions)
-    shown = simulate(replace(plan, actions=forwards, has_backward=False), Costs())
+    shown = simulate(reshaped(replace(plan, actions=forwards), has_backward=False), Costs())
     assert [row.peak for row in rows(shown)] == [0, 0]
 
 

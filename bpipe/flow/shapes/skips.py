@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import replace
 
-from bpipe.flow.flow import FORWARD, Edge, Flow, Kind, Node, Shape
+from bpipe.flow.flow import FORWARD, Edge, Flow, Kind, Node, Shape, value_name
+from bpipe.flow.shaping import are_numbers
 
 __all__: list[str] = []
 
@@ -21,12 +22,23 @@ def shape(flow: Flow, skips: tuple[Skip, ...]) -> Flow:
     Args:
         flow: the flow.
         skips: the part that makes each value and the later ones that use it, in ascending order.
+
+    Raises:
+        ValueError: a skip does not lead to later parts, or skips are not in ascending order.
     """
+    for skip in skips:
+        if not isinstance(skip, tuple) or not all(type(part) is int for part in skip):
+            raise ValueError(f"a skip {skip!r:.200}: expected a tuple of numbers of stages")
+        if not are_numbers(skip, len(flow.routes)) or len(skip) < 2 or list(skip) != sorted(set(skip)):
+            last = len(flow.routes) - 1
+            raise ValueError(f"a skip {skip!r:.200}: expected a stage, then later ones in ascending order, up to {last}")
+    if list(skips) != sorted(set(skips)) or any(edge.name for edge in flow.edges):
+        raise ValueError(f"skips {skips!r:.200} are not in ascending order, or one is there twice")
     backward = {edge.source: edge.target for edge in flow.edges if edge.kind is Kind.SAVED}
     returns = any(edge.kind is Kind.VALUE for edge in flow.edges)
     edges = []
     for skip in skips:
-        name = "-".join(map(str, skip))
+        name = value_name(skip)
         turns_of = defaultdict(list)
         for turn in range(flow.period):
             for step in _steps(flow, skip, turn):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bpipe.flow.flow import Edge, Flow, Kind, Shape
+from bpipe.flow.shaping import is_count
 
 __all__: list[str] = []
 
@@ -17,9 +18,13 @@ def shape(flow: Flow, slices: int) -> Flow:
 
     Args:
         flow: of whole microbatches.
-        slices: of each; a single one is the whole microbatch.
+        slices: of each.
+
+    Raises:
+        ValueError: there is none, or the microbatches are cut already.
     """
-    if slices == 1:
-        return flow
+    if not is_count(slices) or flow.slices > 1:
+        of = "a microbatch" if flow.slices == 1 else "slices"
+        raise ValueError(f"{slices!r:.200} slices of {of}: expected at least 1, of whole microbatches")
     state = tuple(Edge(node, node, Kind.STATE) for node in flow.nodes)
     return replace(flow, slices=slices, edges=flow.edges + state, shapes=(*flow.shapes, Shape("slices", (slices,))))

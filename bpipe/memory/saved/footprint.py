@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from bpipe.memory.saved.stash import StashContents
 from bpipe.memory.saved.storages import MessageBytes
-from bpipe.plan.sizes import SkipSizes, StageSizes, gradients_are_collected
+from bpipe.plan.sizes import COLLECTED, GIVEN, STATE, Amount, StageSizes, gradients_are_collected
 
 __all__: list[str] = []
 
@@ -22,19 +22,8 @@ class Footprint(NamedTuple):
     movable_bytes: int  # of these, the bytes that an eviction frees
     shared_bytes: int  # saved, but with other owners too: counted once for all microbatches of the kind
     parts: tuple[int, ...] = ()  # the movable bytes of each part, if it moves in parts
-    received_bytes: int = 0  # the message from the previous stage
-    sent_bytes: int = 0  # the message to the next stage
-    kept_received_bytes: int = 0  # the bytes of the messages that are also own bytes
-    kept_sent_bytes: int = 0
     between_bytes: int | None = None  # the bytes kept between backward_input and backward_weight, once known
-    # Of a slice, once its backward has run: the bytes of the first gradients that it gives to states of earlier slices, and of the
-    # gradients that later slices have given to its own state.
-    given_bytes: int = 0
-    collected_bytes: int = 0
-    state_bytes: int = 0  # the own bytes that later slices read
-    results_bytes: int = 0  # what a stage with a loss of its own makes beside its message, and the part that is among the own bytes
-    kept_results_bytes: int = 0
-    skips: tuple[SkipSizes, ...] = ()  # what it hands on to later stages than the next, and gets from earlier ones
+    amounts: tuple[Amount, ...] = ()  # its messages, state and gradients of states, as the sizes of a plan have them
 
     def seen_again(self, contents: StashContents, parts: tuple[int, ...]) -> Footprint:
         """Return the same microbatch's footprint, with the bytes that another look found."""
@@ -66,27 +55,17 @@ class Footprint(NamedTuple):
         parts = self.parts or (self.movable_bytes,)
         if num_parts:
             parts = (*parts[: num_parts - 1], sum(parts[num_parts - 1 :]), *[0] * (num_parts - 1 - len(parts)))
-        return StageSizes(
-            parts=parts,
-            fixed=self.own_bytes - self.movable_bytes,
-            received=self.received_bytes,
-            sent=self.sent_bytes,
-            kept_received=min(self.kept_received_bytes, self.own_bytes),
-            kept_sent=min(self.kept_sent_bytes, self.own_bytes),
-            between=self.between_bytes,
-            state=min(self.state_bytes, self.own_bytes - self.movable_bytes),
-            given=self.given_bytes,
-            collected=self.collected_bytes,
-            results=self.results_bytes,
-            kept_results=min(self.kept_results_bytes, self.own_bytes),
-            skips=self.skips,
-        )
+        fixed = self.own_bytes - self.movable_bytes
+        amounts = [one._replace(kept=min(one.kept, self.own_bytes)) for one in self.amounts if one.name != STATE]
+        amounts += [Amount(STATE, min(one.num_bytes, fixed)) for one in self.amounts if one.name == STATE]
+        return StageSizes(parts=parts, fixed=fixed, between=self.between_bytes, amounts=tuple(amounts))
 
 
 def footprint_of(contents: StashContents) -> Footprint:
     """Return the bytes found in a look at a microbatch, as a footprint."""
     shared = sum(held.num_bytes for held in contents.shared.values())
-    return Footprint(contents.own_bytes, contents.movable_bytes, shared, state_bytes=contents.state_bytes)
+    state = (Amount(STATE, contents.state_bytes),) if contents.state_bytes else ()
+    return Footprint(contents.own_bytes, contents.movable_bytes, shared, amounts=state)
 
 
 def spanning(one: Footprint, other: Footprint) -> Footprint:
@@ -101,40 +80,31 @@ def spanning(one: Footprint, other: Footprint) -> Footprint:
         movable_bytes=movable,
         shared_bytes=max(one.shared_bytes, other.shared_bytes),
         parts=parts,
-        received_bytes=max(one.received_bytes, other.received_bytes),
-        sent_bytes=max(one.sent_bytes, other.sent_bytes),
-        kept_received_bytes=min(one.kept_received_bytes, other.kept_received_bytes),
-        kept_sent_bytes=min(one.kept_sent_bytes, other.kept_sent_bytes),
         between_bytes=max(between, default=None),
-        given_bytes=max(one.given_bytes, other.given_bytes),
-        collected_bytes=max(one.collected_bytes, other.collected_bytes),
-        state_bytes=max(one.state_bytes, other.state_bytes),
-        results_bytes=max(one.results_bytes, other.results_bytes),
-        kept_results_bytes=min(one.kept_results_bytes, other.kept_results_bytes),
-        skips=_largest_skips([one.skips, other.skips]),
+        amounts=_largest([*one.amounts, *other.amounts]),
     )
 
 
-def skip_sizes(place: int, value: MessageBytes, gradient: int, own: Container[int], sent: MessageBytes) -> SkipSizes:
-    """Return the bytes of a skip on a stage that makes or uses it, given the storages that it has saved, and its output."""
+def amount_of(name: str, value: MessageBytes, gradient: int, own: Container[int], sent: MessageBytes) -> Amount:
+    """Return the bytes of a value with a name on a stage that makes or uses it, given the storages that it saved and its output."""
     joint = sum(size for key, (_, size) in value.storages.items() if key in sent.storages and key not in own)
-    return SkipSizes(place, value.num_bytes, value.among(own), joint, gradient)
+    return Amount(name, value.num_bytes, value.among(own), joint, gradient)
 
 
-def _largest_skips(some: Iterable[Sequence[SkipSizes]]) -> tuple[SkipSizes, ...]:
-    """Return sizes of skips that cover all given ones."""
-    by_place: dict[int, list[SkipSizes]] = {}
-    for skip in sorted(skip for skips in some for skip in skips):
-        by_place.setdefault(skip.place, []).append(skip)
+def _largest(amounts: Iterable[Amount]) -> tuple[Amount, ...]:
+    """Return amounts that cover all given ones, each with those of its name."""
+    by_name: dict[str, list[Amount]] = {}
+    for amount in amounts:
+        by_name.setdefault(amount.name, []).append(amount)
     return tuple(
-        SkipSizes(
-            place=place,
+        Amount(
+            name,
             num_bytes=max(one.num_bytes for one in found),
             kept=min(one.kept for one in found),
             joint=min(one.joint for one in found),
-            gradient=max(one.gradient for one in found),
+            gradient=None if all(one.gradient is None for one in found) else max(one.gradient_bytes for one in found),
         )
-        for place, found in by_place.items()
+        for name, found in sorted(by_name.items())
     )
 
 
@@ -144,12 +114,18 @@ def covering(slices: Sequence[Iterable[StageSizes]]) -> tuple[StageSizes, ...]:
     If they do not say the same of the gradients of states, these count as if they came with the forward whose state it is.
     """
     given = [list(dict.fromkeys(sizes)) for sizes in slices]
-    are_alike = all(len({(one.given, one.collected) for one in sizes}) == 1 for sizes in given)
+    are_alike = all(len({(one[GIVEN], one[COLLECTED]) for one in sizes}) == 1 for sizes in given)
     if not are_alike or not gradients_are_collected([sizes[0] for sizes in given]):
-        given = [[replace(one, fixed=one.fixed + one.collected, given=0, collected=0) for one in sizes] for sizes in given]
+        given = [list(map(_with_gradients_of_states, sizes)) for sizes in given]
     found = [largest_of(sizes) for sizes in given]
     most = max(len(sizes.parts) for sizes in found)
     return tuple(replace(sizes, parts=(*sizes.parts, *[0] * (most - len(sizes.parts)))) for sizes in found)
+
+
+def _with_gradients_of_states(sizes: StageSizes) -> StageSizes:
+    """Return sizes in which the gradients of a slice's state count from its forward on."""
+    more = replace(sizes, fixed=sizes.fixed + sizes[COLLECTED].num_bytes)
+    return more.with_amounts(Amount(GIVEN, 0), Amount(COLLECTED, 0))
 
 
 def largest_of(some: Iterable[StageSizes]) -> StageSizes:
@@ -159,17 +135,8 @@ def largest_of(some: Iterable[StageSizes]) -> StageSizes:
     return StageSizes(
         parts=tuple(max(column) for column in zip_longest(*(one.parts for one in sizes), fillvalue=0)),
         fixed=max(one.fixed for one in sizes),
-        received=max(one.received for one in sizes),
-        sent=max(one.sent for one in sizes),
-        kept_received=min(one.kept_received for one in sizes),
-        kept_sent=min(one.kept_sent for one in sizes),
         between=max(one.late for one in sizes) if is_halved else None,
-        state=max(one.state for one in sizes),
-        given=max(one.given for one in sizes),
-        collected=max(one.collected for one in sizes),
-        results=max(one.results for one in sizes),
-        kept_results=min(one.kept_results for one in sizes),
-        skips=_largest_skips([one.skips for one in sizes]),
+        amounts=_largest(amount for one in sizes for amount in one.amounts),
     )
 
 

@@ -16,7 +16,6 @@ from bpipe.plan.action import BACKWARD, COMPUTE, Action, Op
 from bpipe.plan.meter import Meter, occupancy
 from bpipe.plan.order import Moments
 from bpipe.plan.plan import Plan
-from bpipe.skips.holds import changes
 
 __all__: list[str] = []
 
@@ -164,9 +163,9 @@ def _arrival(plan: Plan, moments: Moments, begins: array[int], which: Which) -> 
 def _occupied_during(lane: Sequence[Action], meter: Meter) -> Iterator[int]:
     """Yield the amount occupied from each computation to the next one; the first includes the actions before it."""
     occupied = list(occupancy(lane, meter))
-    of_skips = changes(lane, meter.holds)[0] if meter.holds else {}
+    of_values = meter.held(lane)[0]
     starts = [index for index, action in enumerate(lane) if action[0] in COMPUTE]
     for first, end in pairwise([0, *starts[1:], len(lane)] if starts else ()):
         # Half a backward may leave more than it needed.
-        left = occupied[end] - meter.taken(lane[end]) - of_skips.get(end, 0) if end < len(lane) else 0
+        left = occupied[end] - meter.change(lane[end])[0] - of_values.get(end, 0) if end < len(lane) else 0
         yield max(left, occupied[first] if first + 1 == end else max(occupied[first:end]))

@@ -75,7 +75,7 @@ def _families(plans: Sequence[Plan], args: argparse.Namespace) -> list[Family]:
     groups: dict[object, list[Plan]] = {}
     for plan in plans:
         computed = tuple(frozenset(plan.compute(rank)) for rank in range(plan.num_ranks))
-        groups.setdefault((plan.stage_ranks, plan.slices, plan.directions, plan.skips, computed), []).append(plan)
+        groups.setdefault((plan.flow, computed), []).append(plan)
     return [Family(starts=tuple(group), setting=_setting(group[0], args)) for group in groups.values()]
 
 

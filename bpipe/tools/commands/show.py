@@ -13,6 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from bpipe.errors import ConfigurationError
+from bpipe.parallel.directions import directions_of
 from bpipe.passes.balance.outcome import unbalanced_peaks
 from bpipe.plan.grid import head, num_fitting, rows
 from bpipe.schedules import Plan
@@ -73,7 +74,7 @@ def _data(plan: Plan) -> dict[str, object]:
         "num_stages": plan.num_stages,
         "num_microbatches": plan.num_microbatches,
         "slices": plan.slices,
-        "directions": plan.directions,
+        "directions": directions_of(plan.flow),
         "stage_ranks": plan.stage_ranks,
         "slots": plan.slots,
         "peak_slots": plan.peak_slots,
