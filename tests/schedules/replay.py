@@ -121,8 +121,6 @@ class _Machine:
         self.plan, self.shape = plan, shape_of(plan)
         self.p, self.m = len(plan.stage_ranks), plan.num_microbatches * plan.slices
         self.depth = self.shape.depth  # stages that a microbatch passes
-        ways, units = range(self.shape.directions), range(self.m)
-        self.passing = [[unit for unit in units if unit // plan.slices % self.shape.directions == way] for way in ways]
         self.tokens: dict[Place, Token] = {}
         self.queues: dict[Place, _Queue] = defaultdict(_Queue)
         self.works: dict[Place, _Message] = {}  # started and not yet waited for
@@ -142,14 +140,7 @@ class _Machine:
         self.exchanged: set[int] = set()  # stages whose gradients are on their way to their twins
         self.added: set[int] = set()
         self.crossings: Counter[tuple[object, ...]] = Counter()
-        skips = range(len(self.shape.skips))
-        self.ways = [way for first in ways for skip in skips for way in self.ways_of(skip, first * self.depth)]
-        self.made: dict[int, list[_Way]] = defaultdict(list)  # by source
-        self.used: dict[int, list[_Way]] = defaultdict(list)  # by user
-        for way in self.ways:
-            self.made[way.source].append(way)
-            for user in way.users:
-                self.used[user].append(way)
+        self.ways: dict[tuple[int, ...], list[_Way]] = {}  # of skips, by the stages that a microbatch passes
 
     def run(self) -> None:
         lanes = [(rank, list(lane), self.computing) for rank, lane in enumerate(self.plan.actions)]
@@ -180,7 +171,8 @@ class _Machine:
         insist(not self.away, "undone: still away", *self.away)
         insist(not self.gathered, "undone: weights stay gathered of", *self.gathered)
         insist(not self.plan.has_backward or self.reduced == self.sharded, "undone: gradients of", *self.sharded - self.reduced)
-        twins = set(range(self.p)) if self.shape.directions > 1 and self.plan.has_backward else set()
+        ranks, stages = self.plan.stage_ranks, range(self.p if self.shape.directions > 1 and self.plan.has_backward else 0)
+        twins = {stage for stage in stages if ranks[stage] != ranks[(stage + self.depth) % self.p]}  # else both are one module
         insist(self.added == twins, "undone: gradients of twins were not added up:", *twins ^ self.added)
         for rank, budget in enumerate(self.plan.slots):
             peak = self.occupied(rank)
@@ -255,13 +247,14 @@ class _Machine:
     def first_forward(self, rank: int, action: Action) -> None:
         """Nothing is saved but the input: whoever goes backward from here finds nothing."""
         _, stage, microbatch, *_ = action
-        insist(not self.near(stage) & self.stages_of(rank), "shared memory:", action, "is next to a stage of its rank")
-        shared = [way for way in self.used[stage] if len(way.users) > 1]
-        shared += [way for way in self.made[stage] + self.used[stage] if self.is_local(way)]
+        insist(not self.near(stage, microbatch) & self.stages_of(rank), "shared memory:", action, "is next to a stage of its rank")
+        used = self.used(stage, microbatch)
+        shared = [way for way in used if len(way.users) > 1]
+        shared += [way for way in self.made(stage, microbatch) + used if self.is_local(way)]
         insist(not shared, "shared memory:", action, "shares a skip with a stage of its rank")
         self.in_order("forward", action)
         if stage % self.depth:
-            self.use((rank, "input", stage, microbatch), ("output", stage - 1, microbatch), action)
+            self.use((rank, "input", stage, microbatch), ("output", self.beside(stage, -1, microbatch), microbatch), action)
         self.use_skips(rank, action)
         self.tokens[rank, "kept", stage, microbatch] = ("kept", stage, microbatch)
         self.bytes.before_first_forward(rank, action)
@@ -271,7 +264,7 @@ class _Machine:
     def made_output(self, rank: int, action: Action) -> None:
         _, stage, microbatch, *_ = action
         self.tokens[rank, "output", stage, microbatch] = ("output", stage, microbatch)
-        for way in self.made[stage]:
+        for way in self.made(stage, microbatch):
             self.tokens[way.at(rank, "held" if self.is_local(way) else "handed on", microbatch)] = way.value(microbatch)
         self.counts["forward done", stage] += 1
 
@@ -287,19 +280,27 @@ class _Machine:
             self.tokens[place] = place[1:]
         self.bytes.after_second_forward(rank, action)
 
-    def near(self, stage: int) -> set[int]:
-        """The stages before and behind one."""
-        return {other for other in (stage - 1, stage + 1) if other // self.depth == stage // self.depth}
+    def near(self, stage: int, unit: int) -> set[int]:
+        """The stages before and behind one, on the way of a unit."""
+        way = self.way_of(unit)
+        return {other for one, two in pairwise(way) for other in (one, two) if stage in (one, two)} - {stage}
+
+    def way_of(self, unit: int) -> tuple[int, ...]:
+        """The stages that a unit passes: those of a direction, which microbatches take in turns, or of a path."""
+        microbatch = unit // self.plan.slices
+        if self.shape.paths:
+            return self.shape.paths[microbatch % len(self.shape.paths)]
+        first = microbatch % self.shape.directions * self.depth
+        return tuple(range(first, first + self.depth))
 
     def units(self, stage: int) -> list[int]:
-        """What passes a stage, in the order of forwards: every microbatch, every other one, or those whose path leads there."""
-        if self.shape.paths:
-            return [unit for unit, path in enumerate(self.shape.paths) if stage in path]
-        return self.passing[stage // self.depth]
+        """What passes a stage, in the order of forwards."""
+        return [unit for unit in range(self.m) if stage in self.way_of(unit)]
 
     def beside(self, stage: int, offset: int, unit: int) -> int:
-        """The stage before or behind one, on a unit's path if it has one."""
-        return self.shape.paths[unit][stage % self.depth + offset] if self.shape.paths else stage + offset
+        """The stage before or behind one, on the way of a unit."""
+        insist(0 <= stage % self.depth + offset < self.depth, "no such message: stage", stage, "is at an end")
+        return self.way_of(unit)[stage % self.depth + offset]
 
     def stages_of(self, rank: int) -> set[int]:
         return {stage for stage, owner in enumerate(self.plan.stage_ranks) if owner == rank}
@@ -337,7 +338,7 @@ class _Machine:
             near = self.plan.stage_ranks[behind] == rank
             where = (rank, "result", behind, microbatch) if near else (rank, "gradient", stage, microbatch)
             self.use(where, ("gradient", behind, microbatch), action)
-        for way in self.made[stage]:
+        for way in () if self.shape.local else self.made(stage, microbatch):
             place = way.at(rank, "added up" if self.is_local(way) else "returned", microbatch)
             self.use(place, way.gradient(microbatch, way.users), action)
         self.bytes.after_backward_input(rank, action)
@@ -374,38 +375,50 @@ class _Machine:
 
     # Skips.
 
-    def ways_of(self, skip: int, first: int) -> list[_Way]:
-        """The ranks that use a skip, in the direction whose first stage is given."""
+    def ways_on(self, passed: tuple[int, ...]) -> list[_Way]:
+        """The ranks that use skips, of a microbatch that passes some stages."""
+        if passed not in self.ways:
+            self.ways[passed] = [way for skip in range(len(self.shape.skips)) for way in self.ways_of(skip, passed)]
+        return self.ways[passed]
+
+    def ways_of(self, skip: int, passed: tuple[int, ...]) -> list[_Way]:
         stages, ranks = self.shape.skips[skip], self.plan.stage_ranks
         is_later = len(stages) > 1 and all(one < other for one, other in pairwise(stages))
         insist(is_later and stages[0] >= 0 and stages[-1] < self.depth, "no such skip:", stages)
-        source, *users = (first + stage for stage in stages)
+        source, *users = (passed[stage] for stage in stages)
         used_on = {ranks[user] for user in users}
         return [_Way(skip, source, tuple(user for user in users if ranks[user] == rank)) for rank in sorted(used_on)]
+
+    def made(self, stage: int, unit: int) -> list[_Way]:
+        return [way for way in self.ways_on(self.way_of(unit)) if way.source == stage]
+
+    def used(self, stage: int, unit: int) -> list[_Way]:
+        return [way for way in self.ways_on(self.way_of(unit)) if stage in way.users]
 
     def is_local(self, way: _Way) -> bool:
         return self.plan.stage_ranks[way.source] == self.plan.stage_ranks[way.users[0]]
 
-    def between(self, source: int, user: int) -> list[_Way]:
+    def between(self, source: int, user: int, unit: int) -> list[_Way]:
         """What a message from one stage to another carries: values that its rank uses there first."""
-        return [way for way in self.made.get(source, ()) if way.users[0] == user and not self.is_local(way)]
+        return [way for way in self.made(source, unit) if way.users[0] == user and not self.is_local(way)]
 
     def check_way(self, action: Action) -> None:
         """The message to the next stage carries what that uses first; others have one if they use something first."""
         other = action.part - 1
         ends = (action.stage, other) if action.op.value.removeprefix("WAIT_") in TO_LATER else (other, action.stage)
-        insist(ends[1] != ends[0] + 1 and self.between(*ends), "no such message:", action)
+        is_next = ends[1] in self.near(ends[0], action.microbatch)
+        insist(not is_next and self.between(*ends, action.microbatch), "no such message:", action)
         insist(self.plan.stage_ranks[other] == action.peer, "misplaced:", action, "with rank", action.peer)
 
     def use_skips(self, rank: int, action: Action) -> None:
         _, stage, unit, *_ = action
-        for way in self.used[stage]:
+        for way in self.used(stage, unit):
             self.use(way.at(rank, "held", unit), way.value(unit), action, keep=stage != way.users[-1])
 
     def add_to_skips(self, rank: int, action: Action) -> None:
         """The first user runs backward last, after which the gradient is complete."""
         _, stage, unit, *_ = action
-        for way in self.used[stage]:
+        for way in () if self.shape.local else self.used(stage, unit):
             *_, users = self.tokens.pop(way.at(rank, "some", unit), ((),))
             assert isinstance(users, tuple)
             what = "added up" if stage == way.users[0] else "some"
@@ -526,8 +539,8 @@ class _Machine:
         """What a message carries besides skips, if it is one to the next stage or from it, and its skips."""
         _, stage, unit, part, _ = action
         is_to_later = action.op.value in TO_LATER
-        other = part - 1 if part else stage + (1 if is_to_later else -1)
-        carried = self.between(stage, other) if is_to_later else self.between(other, stage)
+        other = part - 1 if part else self.beside(stage, 1 if is_to_later else -1, unit)
+        carried = self.between(stage, other, unit) if is_to_later else self.between(other, stage, unit)
         return [(rank, what, stage, unit)] * (not part) + [way.at(rank, of_skips, unit) for way in carried]
 
     def send_forward(self, rank: int, action: Action) -> None:
@@ -590,12 +603,13 @@ class _Machine:
         """The output may share its bytes with the last part, so it must have arrived where it is used."""
         _, stage, microbatch, *_ = action
         insist((rank, "SEND_F", *action[1:3]) not in {work[:4] for work in self.works}, "emptied under its send:", action)
-        if (stage + 1) % self.depth and self.plan.stage_ranks[stage + 1] == rank:
-            done = self.counts["forward done", stage + 1]
-            insist(microbatch in self.units(stage + 1)[:done], "emptied under its use:", action)
+        behind = self.beside(stage, 1, microbatch) if (stage + 1) % self.depth else None
+        if behind is not None and self.plan.stage_ranks[behind] == rank:
+            done = self.counts["forward done", behind]
+            insist(microbatch in self.units(behind)[:done], "emptied under its use:", action)
         else:
             self.tokens.pop((rank, "output", stage, microbatch), None)
-        for way in self.made[stage]:
+        for way in self.made(stage, microbatch):
             self.tokens.pop(way.at(rank, "handed on", microbatch), None)
 
     def load(self, rank: int, action: Action) -> None:

@@ -30,7 +30,9 @@ def shape(flow: Flow, stage_ranks: tuple[int, ...], routes: tuple[tuple[int, ...
         ValueError: a route misses a part, parts have different numbers of stages, or the flow has alternatives already.
     """
     depth = len(flow.routes)
-    if flow.period > 1 or not are_numbers(stage_ranks, MOST) or len(stage_ranks) % depth or type(sums) is not bool:
+    if flow.period > 1:
+        raise ValueError("the parts have alternatives already: give all routes at once")
+    if not are_numbers(stage_ranks, MOST) or len(stage_ranks) % depth or type(sums) is not bool:
         raise ValueError(f"{len(stage_ranks)} stages run {depth} parts of a model: expected as many for each part")
     if not isinstance(routes, tuple) or not routes:
         raise ValueError(f"routes {routes!r:.200}: expected one at least")
