@@ -165,7 +165,9 @@ class _Routes(dict[tuple[Op, int, int], tuple[_Route, ...]]):
     def of(self, steps: Sequence[Action]) -> list[tuple[_Route, ...]]:
         """Return the routes of each of a rank's computations."""
         slices, period = self._flow.slices, self._flow.period
-        return [self[op, stage, unit // slices % period] for op, stage, unit, *_ in steps]
+        if period == 1:
+            return [self[op, stage, 0] for op, stage, _, _, _ in steps]
+        return [self[op, stage, unit // slices % period] for op, stage, unit, _, _ in steps]
 
     def __missing__(self, kind: tuple[Op, int, int]) -> tuple[_Route, ...]:
         op, stage, turn = kind

@@ -29,6 +29,11 @@ class Table(dict[Kind, Change]):
     def __missing__(self, kind: Kind) -> Change:
         return NOTHING
 
+    @property
+    def ops(self) -> set[Op]:
+        """The operations some of whose actions allocate or free anything."""
+        return {op for op, *_ in self}
+
     def take(self, kind: Kind, num_bytes: int) -> None:
         """Let actions of a kind allocate bytes."""
         op, stage, part = kind
@@ -57,6 +62,10 @@ class Slots(Table):
         self._amount = amount
         self._takes = {Op.R} if again else {Op.F, Op.LOAD, Op.ACCEPT}
         self._gives = {Op.B, Op.W} | (set() if again else {Op.WAIT_EVICT, Op.WAIT_RETURN})
+
+    @property
+    def ops(self) -> set[Op]:
+        return self._takes | self._gives
 
     def __missing__(self, kind: Kind) -> Change:
         op, stage, part = kind
@@ -153,9 +162,19 @@ def _occupancy(actions: Sequence[Action], meter: Meter) -> Iterator[int]:
     recomputed = {action.key for action in actions if action[0] is again}
     usual, when_recomputed = [one.usual for one in meter.units], [one.again for one in meter.units]
     count, live = len(usual), 0
+    if count == 1 and not recomputed:  # nearly always
+        table, changing = usual[0], usual[0].ops
+        for op, stage, _, part, _ in actions:
+            if op not in changing:
+                yield live
+                continue
+            takes, gives = table[op, stage, part]
+            live += takes
+            yield live
+            live -= gives
+        return
     for op, stage, unit, part, _ in actions:
-        tables = when_recomputed if recomputed and (stage, unit) in recomputed else usual
-        takes, gives = tables[unit % count if count > 1 else 0][op, stage, part]
+        takes, gives = (when_recomputed if (stage, unit) in recomputed else usual)[unit % count][op, stage, part]
         live += takes
         yield live
         live -= gives

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
@@ -109,17 +109,20 @@ def clock(
         PlanError: the lanes wait for each other in a cycle, or lack microbatches.
     """
     clocked = _Clock(lanes, flow, overlapped)
-    runnable = deque(range(len(lanes)))
-    while runnable:
-        runnable.extend(clocked.run(runnable.popleft()))
+    clocked.run()
     clocked.check_all_ran()
     return clocked.starts, clocked.begins
+
+
+Need = tuple[Node, "array[int]"]  # a result, and when it has ended
 
 
 class _Kind(NamedTuple):
     """What all computations of one operation and stage have in common; times are by unit."""
 
-    needs: tuple[tuple[Node, array[int]], ...]  # the results that each waits for, and when they have ended
+    need: Node  # the result that each waits for, and when it has ended
+    there: array[int]
+    others: tuple[Need, ...]  # and others, if there are any
     result: Node
     begun: array[int]
     ended: array[int]
@@ -135,60 +138,63 @@ class _Clock:
         num_units = num_units_of(lanes, flow)
         self.begins, ends = (Moments(flow, num_units) for _ in range(2))
         self.starts = [array("q") for _ in lanes]
-        self.free = [0] * len(lanes)
         self.waiting: dict[tuple[Node, int], list[int]] = defaultdict(list)
-        sources = flow.latest_sources
+        sources, at_once = flow.latest_sources, (AT_ONCE, array("q", [0]) * num_units)
         self.kinds: dict[tuple[Op, int], _Kind] = {}
         for op, result in RESULT.items():
             for stage, part in enumerate(flow.parts):
                 node = Node(result, part)
                 needed = (Node(OF_ITSELF[op], part),) if op in OF_ITSELF else sources.get(node, ())
                 step = 0 if op in OF_ITSELF or node not in flow.stateful else 1 if op is Op.F else -1
-                found = tuple((need, ends.of_node(need)) for need in needed)
-                self.kinds[op, stage] = _Kind(found, node, self.begins.of_node(node), ends.of_node(node), UNITS[op], step)
+                (need, there), *others = [(need, ends.of_node(need)) for need in needed] or [at_once]
+                begun, ended = self.begins.of_node(node), ends.of_node(node)
+                self.kinds[op, stage] = _Kind(need, there, tuple(others), node, begun, ended, UNITS[op], step)
 
-    def run(self, rank: int) -> Iterator[int]:
-        """Run a rank's computations as far as they can, and yield the ranks that can go on for that."""
-        now, lane, start = self.free[rank], self.lanes[rank], self.starts[rank].append
-        kinds, overlapped = self.kinds, self.overlapped
-        for index in range(len(self.starts[rank]), len(lane)):
-            op, stage, unit, _, _ = lane[index]
-            needed, result, begun, ended, units, step = kinds[op, stage]
-            if step and (unit - step) // self.slices == unit // self.slices and ended[unit - step] < 0:
-                break  # it comes later in this very lane
-            ready = self._ready(rank, needed, unit)
-            if ready < 0:
-                break
-            end = 0
-            if overlapped and op is Op.F and (stage, unit) in overlapped:
-                other = self._beside(lane, index)
-                beside = kinds[other[0], other[1]]
-                ready_beside = self._ready(rank, beside.needs, other[2])
-                if ready_beside < 0:
+    def run(self) -> None:
+        """Run all ranks' computations as far as they can."""
+        lanes, starts, free, kinds, waiting = self.lanes, self.starts, [0] * len(self.lanes), self.kinds, self.waiting
+        overlapped, slices = self.overlapped, self.slices
+        runnable = deque(range(len(lanes)))
+        while runnable:
+            rank = runnable.popleft()
+            now, lane, start = free[rank], lanes[rank], starts[rank].append
+            for index in range(len(starts[rank]), len(lane)):
+                op, stage, unit, _, _ = lane[index]
+                need, there, others, result, begun, ended, units, step = kinds[op, stage]
+                if step and (unit - step) // slices == unit // slices and ended[unit - step] < 0:
+                    break  # it comes later in this very lane
+                ready, end = there[unit], 0
+                if ready < 0:
+                    waiting[need, unit].append(rank)
+                    there[unit] = EXPECTED
                     break
-                ready = max(ready, ready_beside)
-                end = max(ready, now) + units + beside.units
-            if ready > now:
-                now = ready
-            start(now)
-            begun[unit] = now
-            now += units
-            if ended[unit] == EXPECTED:
-                yield from self.waiting.pop((result, unit))
-            ended[unit] = end or now
-        self.free[rank] = now
+                if others and (ready := self._ready(rank, others, unit, ready)) < 0:
+                    break
+                if overlapped and op is Op.F and (stage, unit) in overlapped:
+                    other = self._beside(lane, index)
+                    beside = kinds[other[0], other[1]]
+                    ready = self._ready(rank, ((beside.need, beside.there), *beside.others), other[2], ready)
+                    if ready < 0:
+                        break
+                    end = max(ready, now) + units + beside.units
+                if ready > now:
+                    now = ready
+                start(now)
+                begun[unit] = now
+                now += units
+                if ended[unit] == EXPECTED:
+                    runnable.extend(waiting.pop((result, unit)))
+                ended[unit] = end or now
+            free[rank] = now
 
-    def _ready(self, rank: int, needed: tuple[tuple[Node, array[int]], ...], unit: int) -> int:
-        """Return when all is there that a computation needs; negative, and the rank waits, if something is not there yet."""
-        ready = 0
-        for node, ended in needed:
-            there = ended[unit]
-            if there < 0:
-                self.waiting[node, unit].append(rank)
-                ended[unit] = EXPECTED
-                return there
-            if there > ready:
-                ready = there
+    def _ready(self, rank: int, needs: Sequence[Need], unit: int, ready: int) -> int:
+        """Return when more is there that a computation needs; negative, and the rank waits, if something is not there yet."""
+        for need, there in needs:
+            if there[unit] < 0:
+                self.waiting[need, unit].append(rank)
+                there[unit] = EXPECTED
+                return EXPECTED
+            ready = max(ready, there[unit])
         return ready
 
     def _beside(self, lane: Sequence[Action], index: int) -> Action:
@@ -259,7 +265,7 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
         for position in range(positions[index], len(lane)):
             op, stage, unit, part, peer = action = lane[position]
             awaited, has_happened, event, happening = roles[op, stage, part]
-            if has_happened is not None and peer != HOST and has_happened[unit] != YES:
+            if has_happened is not None and has_happened[unit] != YES and peer != HOST:
                 has_happened[unit] = AWAITED
                 waiting[awaited, unit].append(index)
                 blocked[index] = action

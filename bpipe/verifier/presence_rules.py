@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
 
 from bpipe.plan.action import COMPUTE, HOST, MESSAGES, SERVED, SHARDING, Action, Op, PartKey, unit_text
 from bpipe.verifier.rank_index import Finding, Kind, RankIndex, mask, ops_in
@@ -14,6 +15,7 @@ EVICTION = frozenset({Op.EVICT, Op.WAIT_EVICT, Op.LOAD, Op.WAIT_LOAD})
 IN_PARTS = EVICTION | SERVED | {Op.F, Op.B}
 EXCHANGE = frozenset({Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD})
 NO_RANK = -1
+_PEER: Callable[[Action], int | None] = itemgetter(4)
 
 
 def belongs(own: RankIndex) -> Iterator[Finding]:
@@ -38,14 +40,15 @@ def _are_right(own: RankIndex, kind: Kind, found: Mapping[int, int]) -> bool:
     is_served = op in SERVED
     if op in SHARDING:
         return True  # these are few, and are seen one by one anyway
-    if any((index >= own.num_computing) is not is_served for index in found.values()):
+    indices = list(found.values())  # in the order of the lane, the served one last
+    if (indices[0] < own.num_computing) if is_served else (indices[-1] >= own.num_computing):
         return False
-    owner, peers = own.plan.stage_ranks[stage], {own.lane[index][4] for index in found.values()}
+    owner, peers = own.plan.stage_ranks[stage], set(map(_PEER, map(own.lane.__getitem__, indices)))
     if is_served or owner != own.rank:
         return is_served and peers == {owner} and owner != own.rank
     if op in EVICTION:
         evicted = own.at[Op.EVICT, stage, part].values()
-        return peers == {own.lane[index][4] for index in evicted} and len(peers) == 1 and _is_acceptor(own, *peers)
+        return peers == set(map(_PEER, map(own.lane.__getitem__, evicted))) and len(peers) == 1 and _is_acceptor(own, *peers)
     if op in MESSAGES:
         return {own.messages[stage, turn].get((op, part)) for turn in own.flow.turns_of(stage)} == peers
     return peers == {None}
