@@ -185,9 +185,11 @@ class Schedule(NotCopied, TorchAttributes):
                 f"{self.rule} keeps gradients in their stages, and a skip would need one that comes back from a later stage: hand "
                 "the value on with each stage's output instead, detached"
             )
-        if is_local and (plan.slices > 1 or plan.overlapped or plan.num_stages > plan.num_ranks):
+        again = any(map(plan.recomputed, range(plan.num_ranks)))
+        if is_local and (plan.slices > 1 or plan.overlapped or again or plan.num_stages > plan.num_ranks):
             raise ConfigurationError(
-                f"{self.rule} keeps gradients in their stages, which takes one stage per rank, whole microbatches and no pairs"
+                f"{self.rule} keeps gradients in their stages, which takes one stage per rank, whole microbatches, no pairs and no "
+                "recomputation"
             )
 
     def _check_placement(self, plan: Plan, stages: Mapping[int, PipelineStage]) -> None:

@@ -19,7 +19,7 @@ import math
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -137,6 +137,9 @@ class Flow:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # another process has other hashes
 
     @cached_property
     def _hash(self) -> int:
@@ -346,6 +349,9 @@ def _problem(flow: Flow) -> str:
     back = {(backward.get(source), backward.get(target), name, turns) for source, target, name, turns in values}
     if len(backward) < len(kept) or back != gradients:
         return "gradients do not come back along the edges of the values"
+    summed = [stage for pair in flow.sums for stage in pair]
+    if len(set(summed)) < len(summed):
+        return "a stage adds up its gradients with several others: two by two, they would not have the same sums"
     for one, other in flow.sums:
         if flow.parts[one] != flow.parts[other] or flow.stage_ranks[one] == flow.stage_ranks[other]:
             return f"stages {one} and {other} add up gradients, but are not the same part on two ranks"
@@ -354,12 +360,12 @@ def _problem(flow: Flow) -> str:
 
 def _cycle(flow: Flow) -> str:
     """Return which computations of a microbatch wait for each other, if some do: for each slice, in the order of its node."""
-    before = defaultdict(set)
+    before, num_slices = defaultdict(set), min(flow.slices, 2)  # a cycle through more of them goes through two of them, too
     for edge in flow.edges:
-        for i in range(flow.slices if edge.source != edge.target else 0):
+        for i in range(num_slices if edge.source != edge.target else 0):
             before[edge.target, i].add((edge.source, i))
     for node in flow.nodes:
-        order = range(flow.slices)[:: 1 if node.op == FORWARD else -1]
+        order = range(num_slices)[:: 1 if node.op == FORWARD else -1]
         for earlier, later in pairwise(order):
             before[node, later].add((node, earlier))
     try:

@@ -25,6 +25,8 @@ def shaped(flow: Flow | None, name: str, *arguments: Any) -> Flow:
     Raises:
         ValueError: the shape cannot be made with these arguments, or has another name.
     """
+    if name.startswith("_"):
+        raise ValueError(f"there is no shape {name!r}")
     path = f"{SHAPES}.{name}"
     try:
         module = import_module(path)
@@ -32,6 +34,8 @@ def shaped(flow: Flow | None, name: str, *arguments: Any) -> Flow:
         if error.name != path:
             raise
         raise ValueError(f"there is no shape {name!r}") from error
+    if (flow is None) is not getattr(module, "BEGINS", False):
+        raise ValueError(f"{name} {'begins no flow' if flow is None else 'follows no other shape'}: a flow begins with a chain")
     made: Flow = module.shape(flow, *arguments)
     return made
 

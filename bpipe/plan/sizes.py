@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -22,6 +23,8 @@ LOSS = "loss"  # what a stage with a loss of its own makes beside its message: i
 STATE = "state"  # of a slice, what the slices behind it read, such as keys and values
 GIVEN, COLLECTED = "given", "collected"  # gradients of states: the first ones for slices before, and those that slices behind gave
 GRADIENTS = "gradients"  # of a stage's weights, which its twin sends
+NAMES = (IN, OUT, LOSS, STATE, GIVEN, COLLECTED, GRADIENTS)
+OF_VALUES = re.compile(r"\d{1,9}(?:-\d{1,9})+", re.ASCII)
 
 
 class Amount(NamedTuple):
@@ -66,7 +69,7 @@ class StageSizes:
 
     Raises:
         ConfigurationError: a negative number, or one of more than 256 TiB; no part, or more than 1023; an amount that is there
-            twice, or keeps more than it has, or a state larger than `fixed`.
+            twice, has another name, or keeps more than it has, or a state larger than `fixed`.
 
     Example:
         >>> stage = StageSizes(parts=(300, 100), fixed=50, amounts=(Amount("in", 40), Amount("out", 40, kept=30)))
@@ -80,7 +83,13 @@ class StageSizes:
     amounts: tuple[Amount, ...] = ()
 
     def __post_init__(self) -> None:
-        amounts = tuple(sorted(amount for amount in self.amounts if any(number for number in amount[1:])))
+        names = [amount.name for amount in self.amounts]
+        if not all(isinstance(name, str) and (name in NAMES or OF_VALUES.fullmatch(name)) for name in names):
+            raise ConfigurationError(f"amounts {names!s:.400}: each is one of {', '.join(NAMES)}, or of a value such as '0-2'")
+        if len(set(names)) < len(names):
+            raise ConfigurationError(f"an amount is there twice: {self.amounts!s:.400}")
+        by_name = sorted(self.amounts, key=lambda amount: amount.name)
+        amounts = tuple(amount for amount in by_name if any(number for number in amount[1:]))
         object.__setattr__(self, "amounts", amounts)
         numbers = [*self.parts, self.fixed, self.between or 0, *(number or 0 for amount in amounts for number in amount[1:])]
         if not self.parts or not all(isinstance(n, int) and n >= 0 for n in numbers):
@@ -89,8 +98,6 @@ class StageSizes:
             raise ConfigurationError(f"a stage's microbatch has at most {MOST_BYTES} bytes and {MOST_PARTS} parts: {self!s:.200}")
         if any(one.kept > self.saved or one.kept + one.joint > one.num_bytes for one in amounts):
             raise ConfigurationError(f"a stage cannot keep more of a message than it has: {self!s:.400}")
-        if len({amount.name for amount in amounts}) < len(amounts):
-            raise ConfigurationError(f"an amount is there twice: {amounts!s:.400}")
         if self[STATE].num_bytes > self.fixed:
             raise ConfigurationError(f"a slice's state is among its fixed bytes, and cannot be more: {self!s:.400}")
 

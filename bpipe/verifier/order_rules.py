@@ -77,7 +77,7 @@ def _pairs(own: RankIndex) -> Iterator[tuple[Kind, Kind, Collection[int]]]:
             for pair in dict.fromkeys(_around(own, stage, turn)):
                 turns[pair].append(turn)
         for (before, behind), when in turns.items():
-            yield before, behind, when
+            yield before, behind, frozenset(when)
 
 
 def _kind(op: Op, stage: int, part: int) -> Kind:

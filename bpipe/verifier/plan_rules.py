@@ -114,8 +114,9 @@ def _meeting(plan: Plan) -> Iterator[Finding]:
             if op is Op.REDUCE_GRAD and peer is not None:
                 exchanges[rank, peer].append(plan.flow.parts[stage])
     for (rank, peer), stages in exchanges.items():
-        if rank < peer and stages != exchanges[peer, rank]:
-            order = f"those of stages {stages}, and rank {peer} those of {exchanges[peer, rank]}"
+        theirs = exchanges.get((peer, rank), [])
+        if (rank < peer or not theirs) and stages != theirs:
+            order = f"those of stages {stages}, and rank {peer} those of {theirs}"
             yield None, f"rank {rank} exchanges gradients with rank {peer} in another order: {order} of a direction"
 
 

@@ -50,7 +50,8 @@ def _are_right(own: RankIndex, kind: Kind, found: Mapping[int, int]) -> bool:
         evicted = own.at[Op.EVICT, stage, part].values()
         return peers == set(map(_PEER, map(own.lane.__getitem__, evicted))) and len(peers) == 1 and _is_acceptor(own, *peers)
     if op in MESSAGES:
-        return {own.messages[stage, turn].get((op, part)) for turn in own.flow.turns_of(stage)} == peers
+        expected = {own.messages[stage, turn].get((op, part)) for turn in own.flow.turns_of(stage)}
+        return len(expected) == 1 and expected == peers
     return peers == {None}
 
 

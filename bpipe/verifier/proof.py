@@ -131,7 +131,7 @@ def _shape(plan: Plan) -> Iterator[str]:
         yield wrong
         return
     count = sum(map(len, plan.actions))
-    if 2 * count * flow.period < len(flow.routes) * plan.num_units:  # far from complete: the rules need not list what is missing
+    if 2 * count < len(flow.routes) * plan.num_units:  # far from complete: the rules need not list what is missing, one by one
         yield f"{count} actions cannot run {p} stages and {_microbatches(plan)}"
     if len(plan.served) != plan.num_ranks or len(plan.slots) != plan.num_ranks:
         yield f"{plan.num_ranks} compute lanes, {len(plan.served)} served, {len(plan.slots)} budgets"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -144,6 +146,7 @@ def test_a_flow_of_thousands_of_stages_is_small() -> None:
 
 
 WRONG = {
+    "with several others": lambda flow: replace(flow, sums=((0, 1), (0, 2))),
     "leads to a node that is not there": lambda flow: replace(flow, nodes=flow.nodes[1:]),
     "it stays on its stage": lambda flow: replace(flow, edges=(*flow.edges, Edge(Node("F", 0), Node("B", 1), Kind.SAVED))),
     "only state leads to other slices": lambda flow: replace(flow, edges=(Edge(Node("F", 0), Node("F", 0), Kind.VALUE),)),
@@ -174,6 +177,36 @@ def test_slices_cannot_run_one_way_forward_and_need_the_other() -> None:
     )
     assert "wait for each other" in replace(looped, edges=(*looped.edges, Edge(late, Node("B", 4), Kind.DETACHED))).problem
     assert looped.problem == ""
+
+
+def test_what_is_wrong_is_found_at_once_however_many_slices_there_are() -> None:
+    assert shaped(shaped(None, "chain", (0, 1), 2), "slices", 10**9).problem == ""
+
+
+def test_a_flow_goes_to_other_processes() -> None:
+    """Hashes of text are of one process alone."""
+    flow = with_shapes("slices", "skips")
+    assert hash(flow) and flow.latest_sources
+    other = pickle.loads(pickle.dumps(flow))
+    assert other == flow and set(vars(other)) == {field.name for field in fields(Flow)}
+
+
+SHAPES_THAT_ARE_NONE = [
+    (None, ("slices", 2)),
+    (None, ("local",)),
+    (None, ("__init__",)),
+    (chain(), ("chain", (0, 1), 2)),
+    (chain(), ("skips", {})),
+    (chain(), ("skips", "")),
+    (with_shapes("local"), ("local",)),
+    (chain(), ("alternatives", tuple(range(15)), (tuple(range(5)), tuple(range(5, 10)), tuple(range(10, 15))), True)),
+]
+
+
+@pytest.mark.parametrize(("flow", "shape"), SHAPES_THAT_ARE_NONE, ids=str)
+def test_shapes_that_are_none_say_so(flow: Flow | None, shape: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        shaped(flow, *shape)
 
 
 def test_a_flow_says_what_made_it() -> None:

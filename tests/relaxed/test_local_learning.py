@@ -18,7 +18,9 @@ import bpipe
 from bpipe.errors import BPipeError, BudgetError, ConfigurationError, StageError
 from bpipe.fill import OptimizerSteps
 from bpipe.passes.communicate import computations_only
-from bpipe.schedules import build, finish
+from bpipe.passes.recompute import recompute
+from bpipe.schedules import Plan, build, finish
+from bpipe.skips.routes import skips_of
 from tests.live import LiveRanks
 from tests.ranks import run_ranks
 from tests.relaxed.models import (
@@ -75,6 +77,23 @@ def test_each_stage_learns_the_same_in_another_order(kind: str, name: str) -> No
     assert [schedule.stats["peak_slots"] for schedule in schedules] == list(plan.peak_slots)
     for module, one in zip(modules, expected):
         assert all(map(torch.equal, Trained().of(module).tensors, one.tensors))
+
+
+def test_what_stages_cannot_run_together_yet_is_refused() -> None:
+    """Such plans are proven and simulated."""
+
+    def refused(plan: Plan, match: str) -> None:
+        loopback, held = bpipe.Loopback(plan.num_ranks), plan.stages_of(0)
+        skips = {f"skip{place}": skip for place, skip in enumerate(skips_of(plan.flow))}
+        stages = [bpipe.PipelineStage(nn.Linear(2, 2), i, plan.num_stages, group=loopback.rank(0), skips=skips) for i in held]
+        with pytest.raises(ConfigurationError, match=match):
+            bpipe.FromPlan(stages, plan, loss_fn=F.mse_loss)
+
+    chain = build("1f1b", 3, 4)
+    refused(finish(reshaped(computations_only(chain), local=True, skips=((0, 2),))), "a skip would need one that comes back")
+    refused(finish(reshaped(computations_only(build("zbv", 4, 4)), local=True)), "takes one stage per rank")
+    refused(finish(recompute(reshaped(chain, local=True), slots=2)), "and no recomputation")
+    refused(build("dualpipe_v", 4, 6, overlapped=True, skips=[(0, 2)]), "leave overlapped out")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -141,6 +141,17 @@ def test_a_wrong_peer_is_named_with_the_right_one() -> None:
         verify(replace(plan, actions=(lane, *plan.actions[1:])))
 
 
+@pytest.mark.parametrize("op", [Op.SEND_F, Op.WAIT_SEND_F, Op.RECV_B, Op.WAIT_RECV_B])
+def test_peers_that_are_exchanged_are_refused(op: Op) -> None:
+    """Each is a peer of the stage, but not of this microbatch's message."""
+    plan = routed_plan(4, [[1, 1], [1, 1]], ((0, 1), (0, 3), (2, 1), (2, 3)))
+    peers = {action.peer: action for action in plan.actions[0] if action.op is op}
+    assert set(peers) == {1, 3}
+    lane = tuple(a._replace(peer=4 - a.peer) if a.op is op and a.peer is not None else a for a in plan.actions[0])
+    with pytest.raises(PlanError, match=rf"0{op.value}0 on rank 0 with peer 3: expected rank 0 and peer 1"):
+        verify(replace(plan, actions=(lane, *plan.actions[1:])))
+
+
 def test_equal_speeds_are_1f1b_on_each_replica() -> None:
     """With as much in flight as there, each replica is a pipeline of its own."""
     plan, alone = routed_plan(12, [[1] * 4] * 2, in_flight=1.0), build("1f1b", 4, 6)

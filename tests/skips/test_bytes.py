@@ -170,7 +170,13 @@ def test_text_has_the_bytes_of_skips() -> None:
 
 
 @pytest.mark.parametrize(
-    "skips", [(Amount("0-1", -1),), (Amount("0-1", 1, 2),), (Amount("0-1", 1), Amount("0-1", 2)), (Amount("0-1", 2**60),)]
+    "skips",
+    [
+        (Amount("in-0-1", 1),),
+        (Amount("0-1", 5), Amount("0-1", 5, gradient=5)),
+        (Amount("between", 0), Amount("0-1", 1)),
+        (Amount("0-1", -1),), (Amount("0-1", 1, 2),), (Amount("0-1", 1), Amount("0-1", 2)), (Amount("0-1", 2**60),),
+    ],
 )
 def test_sizes_that_no_skip_can_have(skips: tuple[Amount, ...]) -> None:
     with pytest.raises(ConfigurationError, match="0-1"):

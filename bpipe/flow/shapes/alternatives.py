@@ -40,6 +40,8 @@ def shape(flow: Flow, stage_ranks: tuple[int, ...], routes: tuple[tuple[int, ...
         if not are_numbers(route, len(stage_ranks)) or [stage % depth for stage in route] != list(range(depth)):
             raise ValueError(f"a route takes stages {route!r:.200}: expected one for each part s of {depth}, s + r*{depth}")
     by_part = tuple(zip(*routes))
+    if sums and any(len({stage_ranks[stage] for stage in stages}) > 2 for stages in by_part):
+        raise ValueError("stages of a part on more than two ranks add up gradients: expected two directions")
     pairs = [(one, other) for one, *others in by_part for other in others if stage_ranks[one] != stage_ranks[other]]
     return replace(
         flow,

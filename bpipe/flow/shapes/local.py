@@ -10,7 +10,13 @@ __all__: list[str] = []
 
 
 def shape(flow: Flow) -> Flow:
-    """Keep the gradients of a flow in their parts."""
+    """Keep the gradients of a flow in their parts.
+
+    Raises:
+        ValueError: they stay there already.
+    """
+    if flow.arguments("local") is not None:
+        raise ValueError("gradients stay in their parts already")
     kept = [edge for edge in flow.edges if edge.kind is not Kind.GRADIENT]
     edges = tuple(edge._replace(kind=Kind.DETACHED) if edge.kind is Kind.VALUE else edge for edge in kept)
     return replace(flow, edges=edges, shapes=(*flow.shapes, Shape("local", ())))

@@ -26,6 +26,8 @@ def shape(flow: Flow, skips: tuple[Skip, ...]) -> Flow:
     Raises:
         ValueError: a skip does not lead to later parts, or skips are not in ascending order.
     """
+    if not isinstance(skips, tuple):
+        raise ValueError(f"skips {skips!r:.200}: expected a tuple of them")
     for skip in skips:
         if not isinstance(skip, tuple) or not all(type(part) is int for part in skip):
             raise ValueError(f"a skip {skip!r:.200}: expected a tuple of numbers of stages")
