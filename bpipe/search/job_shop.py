@@ -170,7 +170,9 @@ class JobShop:
 
     def _inputs(self, action: Action, rank: int) -> Iterator[tuple[Op, int, Message]]:
         """Yield the results that a computation on a rank needs from others, and how each of them comes there."""
-        for op, stage, _ in needs(self.plan.flow, action):
+        needed = needs(self.plan.flow, action)
+        # Its own forward comes before a backward anyway: that is waited for where the backward gets nothing else.
+        for op, stage, _ in [need for need in needed if need[1] != action.stage] or needed:
             if self.plan.stage_ranks[stage] == rank:
                 yield op, stage, (SAME_RANK, 0.0, 0.0)
         for receive in received_by(self.plan, action):

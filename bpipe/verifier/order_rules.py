@@ -93,7 +93,8 @@ def _around(own: RankIndex, stage: int, turn: int) -> Iterator[Pair]:
     evicted = [(Op.WAIT_EVICT, stage, part) for part in {0, own.plan.num_parts(stage)}]
     for op, halves in HALVES.items():
         for half in halves:
-            yield from ((source, (half, stage, 0)) for end in own.flow.needs(op, stage, turn) for source in _handed(own, end))
+            ends = [end for end in own.flow.needs(op, stage, turn) if end.stage != stage]
+            yield from ((source, (half, stage, 0)) for end in ends for source in _handed(own, end))
         for transfer in own.transfers(op, stage, turn):
             start, wait = ((one, stage, transfer.part) for one in (transfer.op, WAIT_OF[transfer.op]))
             yield start, wait
