@@ -48,8 +48,8 @@ class Policy:
         check_choice("by", self.by, get_args(Way))
         if plan.flow.arguments("local") is not None and self.by != "evict":
             raise ConfigurationError(
-                f"{plan.name} holds one microbatch at a time on each rank, so none can wait to be recomputed: leave by= out, and "
-                "use torch.utils.checkpoint inside a stage to keep less of that one"
+                f"{plan.name} keeps gradients in their stages, and such stages do not recompute: leave by= out, and use "
+                "torch.utils.checkpoint inside a stage to keep less of a microbatch"
             )
         if self.by == "recompute":
             self._check_recomputing()

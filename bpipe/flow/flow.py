@@ -326,8 +326,8 @@ def value_name(parts: Iterable[int]) -> str:
 def _problem(flow: Flow) -> str:
     """Return why a flow cannot be run, whatever made it; empty if it can.
 
-    Every edge has computations at both its ends, and its source can run before its target. Gradients mirror values. What stays on a
-    stage stays on its rank. Stages that add up gradients hold the same part, on two ranks.
+    Every edge has computations at both its ends, and its source can run before its target. Gradients mirror values. One part gets
+    another one's output. What stays on a stage stays on its rank. Stages that add up gradients hold the same part, on two ranks.
     """
     if len(flow.parts) != len(flow.stage_ranks) or not set(flow.parts) <= set(range(len(flow.routes))):
         return f"{len(flow.stage_ranks)} stages run parts {flow.parts} of {len(flow.routes)}"
@@ -349,6 +349,9 @@ def _problem(flow: Flow) -> str:
     back = {(backward.get(source), backward.get(target), name, turns) for source, target, name, turns in values}
     if len(backward) < len(kept) or back != gradients:
         return "gradients do not come back along the edges of the values"
+    outputs = [edge.source for edge in flow.edges if edge.kind in (Kind.VALUE, Kind.DETACHED) and not edge.name]
+    if len(set(outputs)) < len(outputs):
+        return "a part's output goes to several parts: values besides the one for the next part have names"
     summed = [stage for pair in flow.sums for stage in pair]
     if len(set(summed)) < len(summed):
         return "a stage adds up its gradients with several others: two by two, they would not have the same sums"

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import reduce
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from bpipe.flow.flow import Flow, Shape
+from bpipe.flow.flow import Flow, Shape
 
 __all__: list[str] = []
 
@@ -66,8 +65,7 @@ def with_other(flow: Flow, **arguments: Any) -> Flow:
     """
     (name, (stage_ranks, num_microbatches, has_backward)), *others = flow.shapes
     known = {"stage_ranks": stage_ranks, "num_microbatches": num_microbatches, "has_backward": has_backward}
-    first = shaped(None, name, *(known | arguments).values())
-    return reduce(lambda made, shape: shaped(made, shape.name, *shape.arguments), others, first)
+    return made_by((Shape(name, tuple((known | arguments).values())), *others))
 
 
 def without(flow: Flow, name: str) -> Flow:
@@ -75,8 +73,8 @@ def without(flow: Flow, name: str) -> Flow:
     return made_by(shape for shape in flow.shapes if shape.name != name)
 
 
-def are_numbers(value: object, below: int) -> bool:
-    """Return whether a value is a tuple of whole numbers from 0 on."""
+def are_numbers(value: object, below: int = 10**9) -> bool:
+    """Return whether a value is a tuple of whole numbers from 0 on; no rank, for one, is as large as the usual bound."""
     return isinstance(value, tuple) and all(type(number) is int and 0 <= number < below for number in value)
 
 

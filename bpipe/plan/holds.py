@@ -32,7 +32,6 @@ class Hold(NamedTuple):
         begins_before: whether they count while that action runs.
         ends: they stop to count at the last of these.
         ends_before: whether they count no more while that action runs.
-        again: whether that is so if the forward of its stage runs twice, or if it runs once; None: in any case.
     """
 
     num_bytes: int
@@ -40,7 +39,6 @@ class Hold(NamedTuple):
     begins_before: bool
     ends: tuple[Kind, ...]
     ends_before: bool = False
-    again: bool | None = None
 
 
 def holds_of(flow: Flow, turn: int, at: SizesAt, *, again: bool) -> Iterator[Hold]:
@@ -78,8 +76,7 @@ class _Stage:
         self.forward, self.backward = (Op.F, stage, 0), (Op.B, stage, 0)
         self.uses = uses, stage, 0
         self.users = [end for end in flow.gives(Op.F, stage, turn) if end.op == Op.F]
-        self.behind = [end for end in self.users if not end.name]
-        self._next = {end.stage for end in self.behind}
+        self.behind = next((end for end in self.users if not end.name), None)
         self.rank = flow.stage_ranks[stage]
 
     def is_here(self, stage: int) -> bool:
@@ -94,36 +91,32 @@ class _Stage:
 
     def outputs(self) -> Iterator[Hold]:
         """Yield what goes to the next part, or is the result, and the gradient of that."""
-        out, gone = self.own[OUT], [self._gone(end) for end in self.behind]
-        yield from self._made(self.own[LOSS] if self.behind else out, self.forward)
-        if not self.behind:
+        out, behind = self.own[OUT], self.behind
+        yield from self._result(self.own[LOSS] if behind else out)
+        if behind is None:
             return
-        alone = out.num_bytes - out.kept
+        gone, is_here, alone = (self._gone(behind),), self.is_here(behind.stage), out.num_bytes - out.kept
         if self.uses != self.forward:  # the first forward saves nothing of it
-            yield Hold(out.kept, self.forward, True, tuple(gone))
+            yield Hold(out.kept, self.forward, True, gone)
             yield Hold(alone, self.uses, True, (self.uses,))
-        here = self.behind[0].stage if len(self.behind) == 1 and self.is_here(self.behind[0].stage) else None
-        there = 0 if here is None else min(alone, self.at(here)[IN].kept)
-        yield Hold(there, self.forward, True, tuple(gone), ends_before=True)
-        yield Hold(alone - there, self.forward, True, tuple(gone))
-        for end in self.behind:
-            if end.kind is not EdgeKind.VALUE:
-                continue
-            if self.is_here(end.stage):
-                yield Hold(self.at(end.stage)[IN].gradient_bytes, (Op.B, end.stage, 0), True, (self.backward,))
-            else:
-                yield Hold(out.gradient_bytes, (Op.RECV_B, self.stage, self._part(end)), True, (self.backward,))
+        there = min(alone, self.at(behind.stage)[IN].kept) if is_here else 0
+        yield Hold(there, self.forward, True, gone, ends_before=True)
+        yield Hold(alone - there, self.forward, True, gone)
+        if behind.kind is EdgeKind.VALUE and is_here:
+            yield Hold(self.at(behind.stage)[IN].gradient_bytes, (Op.B, behind.stage, 0), True, (self.backward,))
+        elif behind.kind is EdgeKind.VALUE:
+            yield Hold(out.gradient_bytes, (Op.RECV_B, self.stage, self._part(behind)), True, (self.backward,))
 
     def sent_late(self) -> Iterator[Hold]:
         """Yield what was saved of an output that is still under way when its microbatch has run backward."""
-        if self.flow.has_backward and any(end.kind is EdgeKind.DETACHED for end in self.behind):
-            yield Hold(self.own[OUT].kept, self.backward, False, tuple(map(self._gone, self.behind)))
+        if self.flow.has_backward and self.behind and self.behind.kind is EdgeKind.DETACHED:
+            yield Hold(self.own[OUT].kept, self.backward, False, (self._gone(self.behind),))
 
-    def _made(self, result: Amount, forward: Kind) -> Iterator[Hold]:
+    def _result(self, result: Amount) -> Iterator[Hold]:
         """Yield what a loss is computed from, which is not sent."""
         yield Hold(result.num_bytes - result.kept, self.uses, True, (self.uses,))
-        if self.uses != forward:
-            yield Hold(result.num_bytes, forward, True, (forward,))
+        if self.uses != self.forward:
+            yield Hold(result.num_bytes, self.forward, True, (self.forward,))
         yield Hold(result.gradient_bytes, self.backward, True, (self.backward,))
 
     def inputs(self) -> Iterator[Hold]:
@@ -152,6 +145,7 @@ class _Stage:
     def values(self) -> Iterator[Hold]:
         """Yield what goes to other parts besides the output, on this rank and on those that get it, and its gradients."""
         needed = {end.name for end in self.flow.needs(Op.F, self.stage, self.turn)}
+        behind = self.behind.stage if self.behind else None
         for name in dict.fromkeys(end.name for end in self.users if end.name and end.name not in needed):
             groups = [self._users(end) for end in self.users if end.name == name]
             here = next((group for group in groups if self.is_here(group[0])), [])
@@ -165,7 +159,7 @@ class _Stage:
             if returns:
                 for first in asides:
                     yield Hold(self.own[name].gradient_bytes, (Op.RECV_B, self.stage, first + 1), True, (self.backward,))
-                yield from self._gradients(name, here, self.backward if here and here[0] not in self._next else None)
+                yield from self._gradients(name, here, self.backward if here and here[0] != behind else None)
                 for group in elsewhere:
                     back = Op.WAIT_SEND_B, group[0], self.stage + 1
                     yield from self._gradients(name, group, back if group[0] in asides else None)
@@ -181,10 +175,10 @@ class _Stage:
 
     def _value(self, name: str, here: Sequence[int], asides: Sequence[int], *, returns: bool) -> Iterator[Hold]:
         """Yield what its maker's rank holds until messages are sent, and until its users on the rank have run."""
-        own, behind = self.own[name], self.behind[0].stage if self.behind else None
+        own, behind = self.own[name], self.behind.stage if self.behind else None
         sends = tuple((Op.WAIT_SEND_F, self.stage, first + 1) for first in asides)
         ends = (*sends, *((Op.F, user, 0) for user in here[-1:]))
-        passed = self._gone(self.behind[0]) if self.behind else self.forward  # until then, the output counts
+        passed = self._gone(self.behind) if self.behind else self.forward  # until then, the output counts
         made = own.num_bytes - own.kept
         yield from self._until_kept(name, made - own.joint, self.forward, here, ends or (passed,), is_before=True)
         for user in here if sends else ():  # it may have run backward before all is sent
@@ -258,9 +252,7 @@ def changes(lane: Sequence[Action], holds: Sequence[Sequence[Hold]]) -> tuple[Ch
     ending = last | again
     takes, gives = defaultdict[int, int](int), defaultdict[int, int](int)
     for unit in units:
-        for num_bytes, (op, stage, part), begins_before, ends, ends_before, is_again in holds[unit % len(holds)]:
-            if is_again is not None and is_again is not ((Op.F, stage, unit, 0) in again):
-                continue
+        for num_bytes, (op, stage, part), begins_before, ends, ends_before in holds[unit % len(holds)]:
             begin = (first if begins_before else last).get((op, stage, unit, part))
             end = max((ending.get((o, s, unit, p), -1) for o, s, p in ends), default=-1)
             if begin is None or end < begin or (end == begin and not begins_before):

@@ -18,7 +18,7 @@ from bpipe.plan.sizes import COLLECTED, GIVEN, Sizes, StageSizes
 __all__: list[str] = []
 
 Change = tuple[int, int]  # what an action allocates before it runs, and what it frees when it has run
-Amount = Callable[[Action], int]
+SizeOf = Callable[[Action], int]
 NOTHING: Change = (0, 0)
 BOTH = {Op.B: (Op.B, Op.I)}  # a whole backward stands for its first half, too
 
@@ -195,16 +195,12 @@ def unit_meter(flow: Flow, turn: int, at: Callable[[int], StageSizes]) -> UnitMe
             own = at(stage)
             for part in range(len(own.parts) + 1):
                 _move(table, stage, part, own.moved(part))
-    rest = list(holds_by_order(flow, turn, at))
     for again, table in enumerate(tables):
         for hold in holds_of(flow, turn, at, again=bool(again)):
-            if len(hold.ends) == 1:
-                table.hold(hold)
-            else:
-                rest.append(hold._replace(again=bool(again)))
+            table.hold(hold)
         for stage in (flow.stage_of(part, turn) for part in range(len(flow.routes))):
             _stay(table, stage, at(stage))
-    return UnitMeter(*tables, tuple(rest))
+    return UnitMeter(*tables, tuple(holds_by_order(flow, turn, at)))
 
 
 def _move(table: Table, stage: int, part: int, num_bytes: int) -> None:

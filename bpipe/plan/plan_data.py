@@ -22,7 +22,7 @@ from bpipe.plan.action import (
     Op,
     Purpose,
 )
-from bpipe.plan.meter import SLOTS, Amount, Meter, bytes_meter, occupancy, slot
+from bpipe.plan.meter import SLOTS, Meter, SizeOf, bytes_meter, occupancy, slot
 from bpipe.plan.reserved import reserve
 from bpipe.plan.sizes import Sizes
 
@@ -165,7 +165,7 @@ class PlanData:
         """Return the actions that a rank's host would run if it were an acceptor with a lane of its own."""
         return tuple(a._replace(op=MIRROR[a.op]) for a in self.actions[rank] if a.peer == HOST)
 
-    def remote_buffers(self, rank: int, size: Amount = slot) -> dict[int, tuple[int, ...]]:
+    def remote_buffers(self, rank: int, size: SizeOf = slot) -> dict[int, tuple[int, ...]]:
         """Return the sizes of a rank's buffers by evictor that it serves: one buffer for each remote activation stored at once."""
         return {peer: reserve(chain, size).sizes for peer, chain in self.chains(rank).items()}
 

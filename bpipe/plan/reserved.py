@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from bpipe.plan.action import Action, Op, PartKey
-from bpipe.plan.meter import Amount, slot
+from bpipe.plan.meter import SizeOf, slot
 
 __all__: list[str] = []
 
@@ -20,7 +20,7 @@ class Reserved(NamedTuple):
     buffer_of: Mapping[PartKey, int]
 
 
-def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
+def reserve(chain: Iterable[Action], moved: SizeOf = slot) -> Reserved:
     """Reserve the buffers that an acceptor needs for one evictor's remote activations in their order.
 
     A remote activation takes the smallest free buffer that is large enough, else the largest free one, which grows, else a new one.

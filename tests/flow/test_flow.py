@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import combinations, pairwise
@@ -151,6 +152,7 @@ WRONG = {
     "it stays on its stage": lambda flow: replace(flow, edges=(*flow.edges, Edge(Node("F", 0), Node("B", 1), Kind.SAVED))),
     "only state leads to other slices": lambda flow: replace(flow, edges=(Edge(Node("F", 0), Node("F", 0), Kind.VALUE),)),
     "gradients do not come back": lambda flow: replace(flow, edges=tuple(e for e in flow.edges if e.kind is not Kind.GRADIENT)),
+    "goes to several parts": lambda flow: replace(flow, edges=(*flow.edges, Edge(Node("F", 0), Node("F", 2), Kind.DETACHED))),
     "are not the same part on two ranks": lambda flow: replace(flow, sums=((0, 1),)),
     "wait for each other": lambda flow: replace(
         flow, edges=(*flow.edges, Edge(Node("F", 3), Node("F", 1), Kind.DETACHED, "back"))
@@ -192,20 +194,21 @@ def test_a_flow_goes_to_other_processes() -> None:
 
 
 SHAPES_THAT_ARE_NONE = [
-    (None, ("slices", 2)),
-    (None, ("local",)),
-    (None, ("__init__",)),
-    (chain(), ("chain", (0, 1), 2)),
-    (chain(), ("skips", {})),
-    (chain(), ("skips", "")),
-    (with_shapes("local"), ("local",)),
-    (chain(), ("alternatives", tuple(range(15)), (tuple(range(5)), tuple(range(5, 10)), tuple(range(10, 15))), True)),
+    (None, ("slices", 2), "slices begins no flow"),
+    (None, ("local",), "local begins no flow"),
+    (None, ("__init__",), "no shape '__init__'"),
+    (chain(), ("chain", (0, 1), 2), "chain follows no other shape"),
+    (chain(), ("skips", {}), "skips {}: expected a tuple"),
+    (chain(), ("skips", ((0, 2), (0, 2))), "one is there twice"),
+    (with_shapes("skips"), ("skips", ((0, 2),)), "past the next one already"),
+    (with_shapes("local"), ("local",), "gradients"),
+    (chain(), ("alternatives", tuple(range(15)), (tuple(range(5)), tuple(range(5, 10)), tuple(range(10, 15))), True), "two ranks"),
 ]
 
 
-@pytest.mark.parametrize(("flow", "shape"), SHAPES_THAT_ARE_NONE, ids=str)
-def test_shapes_that_are_none_say_so(flow: Flow | None, shape: tuple[Any, ...]) -> None:
-    with pytest.raises(ValueError, match=r"\w"):
+@pytest.mark.parametrize(("flow", "shape", "why"), SHAPES_THAT_ARE_NONE, ids=str)
+def test_shapes_that_are_none_say_why(flow: Flow | None, shape: tuple[Any, ...], why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
         shaped(flow, *shape)
 
 

@@ -153,7 +153,7 @@ def test_balanced_counts_in_bytes_and_moves_nothing() -> None:
     loopback.step(balanced, x, target=y)
     with pytest.raises(BudgetError, match=str(max(plan.device_peak_bytes))):
         loopback.step(balanced, x, target=y)
-    with pytest.raises(ConfigurationError, match="holds one microbatch at a time on each rank"):
+    with pytest.raises(ConfigurationError, match="such stages do not recompute"):
         bpipe.Balanced(schedules_of(loopback, modules, 4)[0], budget="lowest", by="recompute")
 
 

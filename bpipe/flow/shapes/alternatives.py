@@ -13,8 +13,6 @@ from bpipe.flow.shaping import are_numbers
 
 __all__: list[str] = []
 
-MOST = 10**9  # ranks
-
 
 def shape(flow: Flow, stage_ranks: tuple[int, ...], routes: tuple[tuple[int, ...], ...], sums: bool) -> Flow:
     """Let the microbatches of a flow take several routes.
@@ -32,7 +30,7 @@ def shape(flow: Flow, stage_ranks: tuple[int, ...], routes: tuple[tuple[int, ...
     depth = len(flow.routes)
     if flow.period > 1:
         raise ValueError("the parts have alternatives already: give all routes at once")
-    if not are_numbers(stage_ranks, MOST) or len(stage_ranks) % depth or type(sums) is not bool:
+    if not are_numbers(stage_ranks) or len(stage_ranks) % depth or type(sums) is not bool:
         raise ValueError(f"{len(stage_ranks)} stages run {depth} parts of a model: expected as many for each part")
     if not isinstance(routes, tuple) or not routes:
         raise ValueError(f"routes {routes!r:.200}: expected one at least")

@@ -10,7 +10,6 @@ from bpipe.flow.shaping import are_numbers, is_count
 __all__: list[str] = []
 
 BEGINS = True  # it follows no other shape
-MOST = 10**9  # ranks
 
 
 def shape(flow: None, stage_ranks: tuple[int, ...], num_microbatches: int, has_backward: bool = True) -> Flow:
@@ -25,7 +24,7 @@ def shape(flow: None, stage_ranks: tuple[int, ...], num_microbatches: int, has_b
     Raises:
         ValueError: there are no stages, or no microbatches.
     """
-    if not are_numbers(stage_ranks, MOST) or not stage_ranks or type(has_backward) is not bool:
+    if not are_numbers(stage_ranks) or not stage_ranks or type(has_backward) is not bool:
         raise ValueError(f"a chain over stages on ranks {stage_ranks!r:.200}: expected the rank of each of at least one stage")
     if not is_count(num_microbatches):
         raise ValueError(f"{num_microbatches!r:.200} microbatches: expected at least 1")

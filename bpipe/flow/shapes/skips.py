@@ -24,7 +24,7 @@ def shape(flow: Flow, skips: tuple[Skip, ...]) -> Flow:
         skips: the part that makes each value and the later ones that use it, in ascending order.
 
     Raises:
-        ValueError: a skip does not lead to later parts, or skips are not in ascending order.
+        ValueError: a skip does not lead to later parts, skips are not in ascending order, or the flow has skips already.
     """
     if not isinstance(skips, tuple):
         raise ValueError(f"skips {skips!r:.200}: expected a tuple of them")
@@ -34,7 +34,9 @@ def shape(flow: Flow, skips: tuple[Skip, ...]) -> Flow:
         if not are_numbers(skip, len(flow.routes)) or len(skip) < 2 or list(skip) != sorted(set(skip)):
             last = len(flow.routes) - 1
             raise ValueError(f"a skip {skip!r:.200}: expected a stage, then later ones in ascending order, up to {last}")
-    if list(skips) != sorted(set(skips)) or any(edge.name for edge in flow.edges):
+    if flow.has_asides:
+        raise ValueError("some parts hand values past the next one already: give all of them at once")
+    if list(skips) != sorted(set(skips)):
         raise ValueError(f"skips {skips!r:.200} are not in ascending order, or one is there twice")
     backward = {edge.source: edge.target for edge in flow.edges if edge.kind is Kind.SAVED}
     returns = any(edge.kind is Kind.VALUE for edge in flow.edges)

@@ -13,7 +13,7 @@ from bpipe.passes.balance.rank_steps import RankSteps
 from bpipe.passes.balance.remote_capacity import Capacity
 from bpipe.passes.balance.step_times import StepTimes
 from bpipe.plan.action import HOST, Action
-from bpipe.plan.meter import Amount
+from bpipe.plan.meter import SizeOf
 from bpipe.plan.reserved import reserve
 
 __all__: list[str] = []
@@ -61,7 +61,7 @@ class RankPlanner:
     steps: RankSteps  # its steps
     timings: Sequence[StepTimes]  # the times of its steps, the best first
     sizes: PartSizes  # of its stages
-    moved: Amount  # the amount that an eviction moves
+    moved: SizeOf  # the amount that an eviction moves
 
     def has_choice(self, decision: Decision) -> bool:
         """Return whether a thorough search may find a cheaper solution than a decision."""
