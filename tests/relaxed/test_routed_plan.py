@@ -152,6 +152,15 @@ def test_peers_that_are_exchanged_are_refused(op: Op) -> None:
         verify(replace(plan, actions=(lane, *plan.actions[1:])))
 
 
+def test_a_plan_that_misses_most_is_refused_at_once() -> None:
+    """However many routes there are, and not with a line for each microbatch that is missing."""
+    plan = routed_plan(40, [[1, 1], [1, 2]])
+    few = tuple(tuple(action for action in lane if action.microbatch == 39) for lane in plan.actions)
+    with pytest.raises(PlanError, match="actions cannot run 4 stages") as refused:
+        verify(replace(plan, actions=few))
+    assert "missing" not in str(refused.value)
+
+
 def test_equal_speeds_are_1f1b_on_each_replica() -> None:
     """With as much in flight as there, each replica is a pipeline of its own."""
     plan, alone = routed_plan(12, [[1] * 4] * 2, in_flight=1.0), build("1f1b", 4, 6)
