@@ -58,6 +58,7 @@ class _Route(NamedTuple):
 # Makes an action from its fields in half the time of `Action(...)`, because plans have millions of them.
 _action: Callable[[tuple[Op, int, int, int, int]], Action] = partial(tuple.__new__, Action)
 
+
 def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None = None) -> Plan:
     """Insert sends and receives into a plan of computations, with or without evictions.
 
@@ -313,7 +314,7 @@ class _Lane:
 
     def _due(self) -> Iterator[tuple[Action, _Route, int]]:
         """Yield for each send, the latest first: its computation, its route, and the boundary by which it should be complete."""
-        end, evicted = len(self.steps), Op.WAIT_EVICT
+        end, evicted, pairs = len(self.steps), Op.WAIT_EVICT, self.plan.overlapped
         moves = [(i, a) for i, before in enumerate(self.before) for a in before]
         # For a forward's result.
         latest = {step[1:3]: boundary for step, boundary in zip(self.steps, self.boundaries) if step[0] in BACKWARD}
@@ -325,7 +326,7 @@ class _Lane:
             for send in reversed(sends):
                 channel = send[0], send[3]
                 due = following.get(channel, end)
-                following[channel] = index + self.plan.begins_pair(step)  # what both of a pair make is sent behind the pair
+                following[channel] = index + (step[1:3] in pairs and step[0] is Op.F)  # what a pair makes is sent behind it
                 yield step, send, min(due, latest.get(step[1:3], end)) if send.returns else due
 
 

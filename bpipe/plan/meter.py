@@ -6,8 +6,9 @@ message on its way. `holds.py` says who holds what; here the holds become one ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
+from operator import itemgetter
 from typing import NamedTuple
 
 from bpipe.flow.flow import Flow
@@ -20,6 +21,7 @@ __all__: list[str] = []
 Change = tuple[int, int]  # what an action allocates before it runs, and what it frees when it has run
 SizeOf = Callable[[Action], int]
 NOTHING: Change = (0, 0)
+KIND: Callable[[Action], Kind] = itemgetter(0, 1, 3)
 BOTH = {Op.B: (Op.B, Op.I)}  # a whole backward stands for its first half, too
 
 
@@ -28,11 +30,6 @@ class Table(dict[Kind, Change]):
 
     def __missing__(self, kind: Kind) -> Change:
         return NOTHING
-
-    @property
-    def ops(self) -> set[Op]:
-        """The operations some of whose actions allocate or free anything."""
-        return {op for op, *_ in self}
 
     def take(self, kind: Kind, num_bytes: int) -> None:
         """Let actions of a kind allocate bytes."""
@@ -62,10 +59,6 @@ class Slots(Table):
         self._amount = amount
         self._takes = {Op.R} if again else {Op.F, Op.LOAD, Op.ACCEPT}
         self._gives = {Op.B, Op.W} | (set() if again else {Op.WAIT_EVICT, Op.WAIT_RETURN})
-
-    @property
-    def ops(self) -> set[Op]:
-        return self._takes | self._gives
 
     def __missing__(self, kind: Kind) -> Change:
         op, stage, part = kind
@@ -161,20 +154,15 @@ def _occupancy(actions: Sequence[Action], meter: Meter) -> Iterator[int]:
     again = Op.R  # looked up once: a plan has millions of actions
     recomputed = {action.key for action in actions if action[0] is again}
     usual, when_recomputed = [one.usual for one in meter.units], [one.again for one in meter.units]
-    count, live = len(usual), 0
-    if count == 1 and not recomputed:  # nearly always
-        table, changing = usual[0], usual[0].ops
-        for op, stage, _, part, _ in actions:
-            if op not in changing:
-                yield live
-                continue
-            takes, gives = table[op, stage, part]
-            live += takes
-            yield live
-            live -= gives
-        return
-    for op, stage, unit, part, _ in actions:
-        takes, gives = (when_recomputed if (stage, unit) in recomputed else usual)[unit % count][op, stage, part]
+    if len(usual) == 1 and not recomputed:  # nearly always
+        changes: Iterable[Change] = map(usual[0].__getitem__, map(KIND, actions))
+    else:
+        changes = (
+            (when_recomputed if (stage, unit) in recomputed else usual)[unit % len(usual)][op, stage, part]
+            for op, stage, unit, part, _ in actions
+        )
+    live = 0
+    for takes, gives in changes:
         live += takes
         yield live
         live -= gives

@@ -23,7 +23,8 @@ def belongs(own: RankIndex) -> Iterator[Finding]:
     for index in own.repeated:
         yield own.place(index), f"{own.show(own.lane[index])} stands a second time"
     is_odd = not all(_are_right(own, kind, found) for kind, found in own.at.items())
-    for index, action in enumerate(own.lane):
+    is_sharded = any(op in SHARDING for op, *_ in own.at)
+    for index, action in enumerate(own.lane if is_odd or is_sharded else ()):
         if not is_odd and action[0] not in SHARDING:
             continue
         if own.is_served(index) is not (action[0] in SERVED):
