@@ -1,6 +1,9 @@
 """Draw mutants, run `make test` on each until a test fails, and write what was caught into RESULTS.md, beside this file.
 
+All are of one commit, so that what was judged stays, whatever comes after it.
+
 python -m tests.mutants                      # 40 of the core, 20 of the rooms beside it; hours, which can be interrupted
+python -m tests.mutants --commit HEAD        # of another commit than RESULTS.md's: all anew
 python -m tests.mutants --only 3 --tier all tests/memory tests/slices   # one that survived, against these of `make test-all`
 python -m tests.mutants --only 3 --why "the same, but ..."              # why no test can catch it: what it does is right, too
 """
@@ -11,7 +14,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,11 +24,10 @@ from typing import NamedTuple
 
 from tests.mutants.covering import noted, put_probes
 from tests.mutants.mutations import BESIDE, CORE, Mutation, drawn
-from tests.test_repository import NOT_OURS, ROOT
+from tests.test_repository import ROOT
 
 RESULTS = Path(__file__).with_name("results.json")
 PAGE = Path(__file__).with_name("RESULTS.md")
-COVERING = ROOT / "runs" / "covering.json"
 OPTIONS = ("-q", "-rfE", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider")
 LIMIT_S = 900
 SEED = 42
@@ -57,49 +58,67 @@ class Outcome(NamedTuple):
 def main() -> None:
     """Run the mutants that were not run yet, or one of them against some tests."""
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--commit", help="the commit that is changed")
     arguments.add_argument("--only", type=int, help="the number of one mutant")
     arguments.add_argument("--tier", default="test")
     arguments.add_argument("--why", help="why no test can catch that one")
     arguments.add_argument("tests", nargs="*", help="these alone")
     chosen = arguments.parse_args()
-    mutants = [(part, mutant) for part, (rooms, count) in PARTS.items() for mutant in drawn(ROOT, rooms, count, SEED)]
-    outcomes = [Outcome(*row) for row in json.loads(RESULTS.read_text())] if RESULTS.exists() else []
-    texts = [text_of(mutant) for _, mutant in mutants]
-    outcomes = [outcome for outcome in outcomes if outcome.mutant in texts]
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"commit": "HEAD", "outcomes": []}
+    commit = _git("rev-parse", str(chosen.commit or results["commit"]))
+    outcomes = [Outcome(*row) for row in results["outcomes"]] if commit == results["commit"] else []
     known = {outcome.mutant for outcome in outcomes}
-    if not COVERING.exists():
-        COVERING.parent.mkdir(exist_ok=True)
-        COVERING.write_text(json.dumps(covering([mutant for _, mutant in mutants])))
-    tests = json.loads(COVERING.read_text())
-    for number, (part, mutant) in enumerate(mutants):
-        if number == chosen.only or (chosen.only is None and text_of(mutant) not in known):
-            if chosen.why:
-                outcome = Outcome(part, text_of(mutant), "", "", 0, chosen.why)
-            else:
-                outcome = tried(part, mutant, chosen.tier, [chosen.tests] if chosen.tests else [*first(tests[number]), []])
-            print(f"{number} of {len(mutants)}: {outcome}", flush=True)
-            if outcome.caught_by or outcome.why or text_of(mutant) not in known:
-                outcomes = [*(other for other in outcomes if other.mutant != outcome.mutant), outcome]
-                RESULTS.write_text(json.dumps(outcomes, indent=0) + "\n")
-                PAGE.write_text(page(outcomes))
+    with tempfile.TemporaryDirectory() as folder:
+        root = cloned(commit, Path(folder))
+        mutants = [(part, mutant) for part, (rooms, count) in PARTS.items() for mutant in drawn(root, rooms, count, SEED)]
+        tests = covering([mutant for _, mutant in mutants], commit)
+        for number, (part, mutant) in enumerate(mutants):
+            text = text_of(root, mutant)
+            if number == chosen.only or (chosen.only is None and text not in known):
+                outcome = Outcome(part, text, "", "", 0, chosen.why or "")
+                if not chosen.why:
+                    runs = [chosen.tests] if chosen.tests else [*first(tests[number]), []]
+                    caught_by, seconds = tried(root, mutant, chosen.tier, runs)
+                    outcome = outcome._replace(caught_by=caught_by, tier=chosen.tier, seconds=seconds)
+                print(f"{number} of {len(mutants)}: {outcome}", flush=True)
+                if outcome.caught_by or outcome.why or text not in known:
+                    outcomes = [*(other for other in outcomes if other.mutant != text), outcome]
+                    RESULTS.write_text(json.dumps({"commit": commit, "outcomes": outcomes}, indent=0) + "\n")
+                    PAGE.write_text(page(commit, outcomes))
 
 
-def text_of(mutant: Mutation) -> str:
+def _git(*command: str) -> str:
+    return subprocess.run(["git", *command], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def cloned(commit: str, folder: Path) -> Path:
+    """Check out a commit below a folder."""
+    root = folder / "bpipe"
+    _git("clone", "--quiet", "--no-checkout", str(ROOT), str(root))
+    _git("-C", str(root), "checkout", "--quiet", commit)
+    return root
+
+
+def text_of(root: Path, mutant: Mutation) -> str:
     """Return where a mutant is, and what is done there."""
-    old = (ROOT / mutant.path).read_text()[mutant.start : mutant.end]
+    old = (root / mutant.path).read_text()[mutant.start : mutant.end]
     return " ".join(f"{mutant.path}:{mutant.line} {mutant.kind} at {mutant.start}: `{old}` becomes `{mutant.new}`".split())
 
 
-def covering(mutants: list[Mutation]) -> list[list[str]]:
-    """Run `make test` without a mutant; return the tests that run the function of each."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "notes").mkdir()
-        root = copied(folder)
-        put_probes(root, mutants, folder / "notes")
-        if failed := first_failure(root, "test", [], stops=False):
-            print(f"without a mutant, too, but with the probes, which fill lines: {failed}", flush=True)
-        return [noted(folder / "notes", number) for number in range(len(mutants))]
+def covering(mutants: list[Mutation], commit: str) -> list[list[str]]:
+    """Run `make test` without a mutant, once for a commit; return the tests that run the function of each."""
+    file = ROOT / "runs" / f"covering-{commit[:12]}.json"
+    if not file.exists():
+        with tempfile.TemporaryDirectory() as name:
+            copy, notes = cloned(commit, Path(name)), Path(name) / "notes"
+            notes.mkdir()
+            put_probes(copy, mutants, notes)
+            if failed := first_failure(copy, "test", [], stops=False):
+                print(f"without a mutant, too, but with the probes, which fill lines: {failed}", flush=True)
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps([noted(notes, number) for number in range(len(mutants))]))
+    tests: list[list[str]] = json.loads(file.read_text())
+    return tests
 
 
 def first(tests: list[str]) -> list[list[str]]:
@@ -110,25 +129,19 @@ def first(tests: list[str]) -> list[list[str]]:
     return [some] if len(some) == len(tests) else [some, tests]
 
 
-def copied(folder: Path) -> Path:
-    """Copy the checkout into a folder."""
-    root = folder / "bpipe"
-    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*NOT_OURS))
-    return root
-
-
-def tried(part: str, mutant: Mutation, tier: str, runs: list[list[str]]) -> Outcome:
-    """Run tests on a copy of the checkout with the mutant until one fails.
+def tried(root: Path, mutant: Mutation, tier: str, runs: list[list[str]]) -> tuple[str, int]:
+    """Run tests on a checkout with the mutant until one fails; return that one, and the seconds until then.
 
     Args:
         runs: the tests of each run; none are all of the tier.
     """
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        root = copied(Path(folder))
-        mutant.apply(root)
+    begun, original = time.monotonic(), (root / mutant.path).read_text()
+    mutant.apply(root)
+    try:
         caught_by = next((failed for run in runs if (failed := first_failure(root, tier, run))), "")
-    return Outcome(part, text_of(mutant), caught_by, tier, round(time.monotonic() - begun))
+    finally:
+        (root / mutant.path).write_text(original)
+    return caught_by, round(time.monotonic() - begun)
 
 
 def first_failure(root: Path, tier: str, tests: list[str], *, stops: bool = True) -> str:
@@ -153,12 +166,12 @@ def first_failure(root: Path, tier: str, tests: list[str], *, stops: bool = True
     return (lines or [printed[-300:]])[0].removeprefix("FAILED ").partition(" - ")[0]
 
 
-def page(outcomes: list[Outcome]) -> str:
+def page(commit: str, outcomes: list[Outcome]) -> str:
     """Return the table."""
     lines = [
         "# Mutants",
         "",
-        f"`python -m tests.mutants` draws them by seed {SEED}, runs them and writes this page.",
+        f"`python -m tests.mutants` draws them by seed {SEED} from commit {commit[:12]}, runs them and writes this page.",
         "Where a line says why no test catches a mutant, a reader has found that the code is right with it, too.",
         "",
     ]
