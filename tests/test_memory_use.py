@@ -202,3 +202,40 @@ def peaks_of(rank: int, p: int, *numbers: int) -> list[int]:
 def test_peak_does_not_grow_with_the_number_of_microbatches():
     for few, many in run_ranks(peaks_of, 4, 4, 8, 32):
         assert few == many > 0
+
+
+class Keeping(nn.Module):
+    """Keeps what it has computed until another module takes it away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = torch.tanh(self.linear(x))
+        return self.kept * self.kept
+
+
+class Taking(nn.Module):
+    """Takes away what another module keeps."""
+
+    def __init__(self, other: Keeping) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.others = [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.others[0].kept = None
+        result: torch.Tensor = self.linear(x)
+        return result
+
+
+def test_what_a_module_has_let_go_before_the_backward_is_the_microbatchs():
+    first, rank = Keeping(), bpipe.Loopback(1).rank(0)
+    stages = [bpipe.PipelineStage(module, index, 2, "cpu", group=rank) for index, module in enumerate((first, Taking(first)))]
+    schedule = bpipe.Interleaved1F1B(stages, 1, loss_fn=nn.functional.mse_loss)
+    for _ in range(2):
+        schedule.step(torch.ones(8, 16), target=torch.ones(8, 16))
+    assert schedule.stats["held_bytes"] == 0
+    assert schedule.stats["peak_bytes"] == schedule.stats["predicted_peak_bytes"] > 0
