@@ -82,7 +82,7 @@ def trained(rank: int, rule: Any, lacks: dict[int, Any]) -> tuple[list[torch.Ten
     context, stats = schedule.session.context, schedule.stats
     seen = {
         "lent": sum(isinstance(one, SharedBuffers) for one in context.memory.remote_buffers.values()),
-        "reached": len(context.memory.reached),
+        "reached": len(context.memory.stores),
         "rings": stats["shared_message_bytes"],
         "bytes": [stats[name] for name in ("peak_bytes", "evicted_bytes", "remote_buffer_bytes", "device_peak_bytes")],
     }

@@ -25,10 +25,11 @@ from bpipe.memory.saved.recomputed import kept_by_checkpoints
 from bpipe.memory.saved.shown import shown_by
 from bpipe.memory.saved.stash import Stash, StashContents
 from bpipe.memory.saved.storages import MessageBytes, storages_of
+from bpipe.memory.stores import Store
 from bpipe.model.microbatch import tensors_in
-from bpipe.plan.action import HOST, channel_of
+from bpipe.plan.action import HOST, PartKey, channel_of
 from bpipe.plan.sizes import IN, LOSS, OUT, STATE, Amount, StageSizes
-from bpipe.schedules import Action
+from bpipe.schedules import Action, Op
 from bpipe.torch_private.engine_and_graph import num_nodes_made
 from bpipe.torch_private.owners_and_versions import address_of
 
@@ -36,6 +37,27 @@ __all__: list[str] = []
 
 NOTHING = Footprint(0, 0, 0)
 FOLLOWED = "only microbatches with a stash are evicted"
+
+
+class AcceptorStore:
+    """The evictor's end: a store at an acceptor, which receives what is kept, and returns it, by actions of its own plan."""
+
+    host_bytes = 0
+
+    def __init__(self, traffic: Traffic, peer: int | None) -> None:
+        self._traffic, self._peer = traffic, peer
+
+    def put(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Transfer:
+        stage, microbatch, part = remote
+        sizes = [message.numel() for message in messages]
+        data = header.pack_eviction(Subject(self._traffic.step, stage, microbatch), part, sizes)
+        return self._traffic.transport.send(channel_of(Op.EVICT, self._traffic.rank, self._peer), messages, data)
+
+    def get(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Transfer:
+        return self._traffic.transport.receive(channel_of(Op.LOAD, self._traffic.rank, self._peer), messages)
+
+    def clear(self) -> None:
+        """Do nothing: the acceptor has the memory."""
 
 
 class Evictions:
@@ -333,17 +355,15 @@ class Evictions:
         bundle = state.evicted[action.part] = Bundle(stash.send_away(contents, action.part), stash.name)
         if self._memory.planned is not None:
             self._check_planned(action, bundle, self._memory.planned(action))
-        sizes, messages = bundle.message_sizes, bundle.messages()
-        if (reached := self._memory.reached.get(action.peer)) is not None:
-            transfer: Transfer = reached.store(action.part_key, messages)
-        else:
-            data = header.pack_eviction(Subject(traffic.step, action.stage, action.microbatch), action.part, sizes)
-            transfer = traffic.transport.send(channel_of(action.op, traffic.rank, action.peer), messages, data)
+        messages = bundle.messages()
+        state.transfers[action.op, action.part] = PostedTransfer(self._store_of(action).put(action[1:4], messages))
         if action.peer == HOST:
             self.ledger.stored(bundle.num_bytes)
         else:
-            self._memory.largest_remote_bytes = max(self._memory.largest_remote_bytes, sum(sizes))
-        state.transfers[action.op, action.part] = PostedTransfer(transfer)
+            self._memory.largest_remote_bytes = max(self._memory.largest_remote_bytes, sum(map(len, messages)))
+
+    def _store_of(self, action: Action) -> Store:
+        return self._memory.stores.get(action.peer) or AcceptorStore(self._traffic, action.peer)
 
     def _check_planned(self, action: Action, bundle: Bundle, planned: int) -> None:
         """Raise if an eviction would move more bytes than the plan reserves on the acceptor."""
@@ -363,11 +383,7 @@ class Evictions:
         bundle = state.evicted[action.part]
         messages = state.refilled[action.part] = bundle.refill()
         self.ledger.loading(action, bundle.num_bytes)
-        if (reached := self._memory.reached.get(action.peer)) is not None:
-            transfer: Transfer = reached.fetch(action.part_key, messages)
-        else:
-            transfer = self._traffic.transport.receive(channel_of(action.op, self._traffic.rank, action.peer), messages)
-        state.transfers[action.op, action.part] = PostedTransfer(transfer)
+        state.transfers[action.op, action.part] = PostedTransfer(self._store_of(action).get(action[1:4], messages))
 
     def complete_load(self, action: Action, state: MicrobatchState) -> None:
         self._traffic.wait(state, action)

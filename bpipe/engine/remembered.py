@@ -7,16 +7,18 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.comm.transport.base import Transport
 from bpipe.device import Streams, is_asynchronous, on_stream, serving
 from bpipe.device.waits import DeviceWaits
 from bpipe.memory.device_buffers import DevicePeerMemory, LentBuffers
 from bpipe.memory.host_buffers import HostBuffers
 from bpipe.memory.ledger import Kind
-from bpipe.memory.lending import accept_offer, is_taken, offer
+from bpipe.memory.lending import accept_offer, imported, is_taken, offer
 from bpipe.memory.remote_buffers import RemoteBuffers
 from bpipe.memory.saved.known import Known
-from bpipe.memory.shared_buffers import PeerMemory, SharedBuffers
+from bpipe.memory.shared_buffers import SharedBuffers
+from bpipe.memory.stores import Store
 from bpipe.plan.action import HOST
 from bpipe.plan.meter import slot
 from bpipe.plan.reserved import Reserved, reserve
@@ -25,7 +27,6 @@ from bpipe.schedules import Action, Channel, Plan, Purpose
 
 __all__: list[str] = []
 
-Peer = PeerMemory | DevicePeerMemory
 REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
 
 
@@ -39,8 +40,7 @@ class Memory:
     kinds: dict[Kind, Known] = field(default_factory=dict)  # the most recently used one stands last
     remote_buffers: dict[int, RemoteBuffers | SharedBuffers | LentBuffers] = field(default_factory=dict)  # by evictor
     host_buffers: HostBuffers | None = None
-    # By peer: where this rank copies to and from by itself.
-    reached: dict[int | None, HostBuffers | Peer] = field(default_factory=dict)
+    stores: dict[int | None, Store] = field(default_factory=dict)  # by peer: where this rank copies to and from by itself
     device_waits: DeviceWaits | None = None  # set if only the device waits for transfers
     learned: dict[int, Learned] = field(default_factory=dict)  # for the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
@@ -59,7 +59,7 @@ class Memory:
             largest: where the plan counts slots, the bytes of the largest remote activation of each of its ranks so far.
         """
         self._give_back()
-        self.regain(transport)
+        self.reclaim(transport)
         self.clear()
         device, streams = transport.device, transport.streams
         in_bytes = plan.sizes is not None
@@ -74,10 +74,11 @@ class Memory:
                 lent[channel] = reserved
             self.remote_buffers[peer] = lendable or RemoteBuffers(reserved, device, in_bytes=in_bytes)
         for peer in plan.acceptors(rank):
-            if transport.reaches(channel := Channel(Purpose.EVICT, rank, peer)):
+            channel = Channel(Purpose.EVICT, rank, peer)
+            if (link := transport.link_of(channel)) is not None:
                 reserved = reserve(plan.chains(peer)[rank], moved or _always(largest[rank]))
-                if (borrowed := _borrowed(reserved, channel, transport, in_bytes=in_bytes)) is not None:
-                    self.reached[peer] = borrowed
+                if (borrowed := _borrowed(reserved, link, channel, transport, in_bytes=in_bytes)) is not None:
+                    self.stores[peer] = borrowed
         for channel, reserved in lent.items():  # behind the loop above, in which the other ranks answer
             shared = self.remote_buffers[channel.src]
             if isinstance(shared, SharedBuffers) and not is_taken(shared, channel, transport):
@@ -85,7 +86,7 @@ class Memory:
         self.host_buffers = None
         if of_host:
             stream = streams.of(("host", rank), device)
-            self.reached[HOST] = self.host_buffers = HostBuffers(reserve(of_host, moved or slot), device, stream, in_bytes=in_bytes)
+            self.stores[HOST] = self.host_buffers = HostBuffers(reserve(of_host, moved or slot), device, stream, in_bytes=in_bytes)
         if is_asynchronous(device):
             self._make_buffers(rank, device, streams)
         self.planned = None if plan.sizes is None or self.grows else plan.sizes.moved
@@ -105,11 +106,11 @@ class Memory:
             remote_buffers.clear()
 
     def _give_back(self) -> None:
-        for memory in self.reached.values():
-            memory.clear()
-        self.reached = {}
+        for store in self.stores.values():
+            store.clear()
+        self.stores = {}
 
-    def regain(self, transport: Transport) -> None:
+    def reclaim(self, transport: Transport) -> None:
         """Wait until evictors have given back what this rank has lent them on its device, if anything.
 
         Raises:
@@ -119,7 +120,7 @@ class Memory:
         for buffers in lent.values():
             buffers.recall()
         for peer, buffers in lent.items():
-            transport.regain(f"rank {peer}", buffers.wait)
+            transport.wait_for(f"rank {peer} has not given back the memory that it uses on this rank's device", buffers.wait)
 
     def served(self) -> dict[int, RemoteBuffers]:
         """Return the buffers of the evictors that do not reach them, by evictor: this rank receives and returns for them."""
@@ -143,8 +144,7 @@ class Memory:
     @property
     def host_bytes(self) -> int:
         """The bytes of the host's buffers, and of those that stand in for buffers on another rank's device."""
-        on_host = 0 if self.host_buffers is None else self.host_buffers.num_bytes
-        return on_host + sum(one.host_bytes for one in self.reached.values() if isinstance(one, DevicePeerMemory))
+        return sum(store.host_bytes for store in self.stores.values())
 
 
 def _always(num_bytes: int) -> Callable[[Action], int]:
@@ -153,20 +153,21 @@ def _always(num_bytes: int) -> Callable[[Action], int]:
 
 def _lendable(reserved: Reserved, channel: Channel, transport: Transport, *, in_bytes: bool) -> SharedBuffers | LentBuffers | None:
     """Return buffers for an evictor that reaches this rank's memory, which it gets to know; None if there is no such memory."""
-    if not transport.reaches(channel):
+    if (link := transport.link_of(channel)) is None:
         return None
     if not is_asynchronous(transport.device):
-        return offer(reserved, channel, transport, in_bytes=in_bytes)
+        return offer(reserved, link, channel, in_bytes=in_bytes)
     buffers = LentBuffers(reserved, transport.device, transport.control.activity)
     with buffers.offered() as lent:
-        transport.lend(channel, lent)
+        link.export_memory(lent)
     return buffers
 
 
-def _borrowed(reserved: Reserved, channel: Channel, transport: Transport, *, in_bytes: bool) -> Peer | None:
+def _borrowed(reserved: Reserved, link: LocalLink, channel: Channel, transport: Transport, *, in_bytes: bool) -> Store | None:
     """Return what keeps microbatches in an acceptor's memory, which this rank reaches; None if there is no such memory."""
-    device, name = transport.device, f"rank {channel.dst}"
+    device = transport.device
     if (stream := transport.streams.of(("borrowed", channel), device)) is None:
-        return accept_offer(reserved, channel, transport, in_bytes=in_bytes)
-    (lent,) = transport.borrow(channel, 1)
-    return DevicePeerMemory(reserved, lent, device, stream, transport.control.activity, name)
+        return accept_offer(reserved, link, channel, transport, in_bytes=in_bytes)
+    return DevicePeerMemory(
+        reserved, imported(link, channel, transport), device, stream, transport.control.activity, f"rank {channel.dst}"
+    )

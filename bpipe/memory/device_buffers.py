@@ -166,7 +166,7 @@ class Borrowed:
 
 
 class DevicePeerMemory:
-    """The evictor's end: the microbatches that this rank keeps on another rank's device, which does nothing for them.
+    """The evictor's end: a store on another rank's device, which does nothing for what is kept there.
 
     Which microbatch is in a buffer is noted in this object: no other process writes there, and to read a mark on the device, the
     host would have to wait for it. A microbatch that takes more than its buffer, because it takes more than planned, or than any
@@ -195,7 +195,7 @@ class DevicePeerMemory:
         self._on_host: dict[int, torch.Tensor] = {}  # likewise the host's memory in place of a buffer that was too small
         self._kept: dict[PartKey, list[torch.Tensor]] = {}
 
-    def store(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
+    def put(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
         """Copy messages, uint8 [size] each, to the other rank's device.
 
         Raises:
@@ -232,7 +232,7 @@ class DevicePeerMemory:
                 "the process group's backend"
             )
 
-    def fetch(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
+    def get(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
         """Copy what was stored back into messages, uint8 [size] each.
 
         Raises:

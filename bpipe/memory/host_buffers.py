@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 class HostBuffers:
-    """The microbatches that one rank keeps in its host's memory; the buffers stay for the next step.
+    """A store in the rank's host's memory; the buffers stay for the next step.
 
     On CPU the device's memory is the host's: copies are synchronous and save no memory, and serve only for tests.
     """
@@ -32,7 +32,7 @@ class HostBuffers:
         self._kept: dict[PartKey, list[torch.Tensor]] = {}
 
     @property
-    def num_bytes(self) -> int:
+    def host_bytes(self) -> int:
         """The bytes of all buffers."""
         return self._buffers.num_bytes
 
@@ -40,12 +40,12 @@ class HostBuffers:
         """Make the buffers now, if their sizes are known."""
         self._buffers.make()
 
-    def store(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
+    def put(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
         """Copy messages, uint8 [size] each, to the host."""
         kept = self._kept[remote] = self._buffers.take(remote, [message.numel() for message in messages])
         return self._copy(messages, kept)
 
-    def fetch(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
+    def get(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
         """Copy a remote activation's stored bytes back into messages, uint8 [size] each."""
         return self._copy(self._kept.pop(remote), messages)
 

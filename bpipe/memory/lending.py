@@ -6,6 +6,9 @@ evictor keeps there travels like any message.
 
 from __future__ import annotations
 
+from functools import partial
+
+from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.comm.transport.base import Transport
 from bpipe.logs import warn_not_shared
 from bpipe.memory.shared_buffers import PeerMemory, SharedBuffers
@@ -16,40 +19,59 @@ from bpipe.schedules import Channel
 __all__: list[str] = []
 
 
-def offer(reserved: Reserved, channel: Channel, transport: Transport, *, in_bytes: bool) -> SharedBuffers | None:
+def offer(reserved: Reserved, link: LocalLink, channel: Channel, *, in_bytes: bool) -> SharedBuffers | None:
     """Reserve memory for the evictor of a channel, and offer it; return None if there is none. Does not wait for the evictor."""
     try:
         buffers = SharedBuffers(reserved, in_bytes=in_bytes)
         buffers.reserve()
     except NoSharedMemoryError as error:
-        transport.say(channel, error.why)
+        link.send_text(error.why)
         warn_not_shared(channel.dst, error.why)
         return None
-    transport.say(channel, "")
-    transport.lend(channel, [Lent(buffers.file.descriptor)])
+    link.send_text("")
+    link.export_memory([Lent(buffers.file.descriptor)])
     return buffers
 
 
-def accept_offer(reserved: Reserved, channel: Channel, transport: Transport, *, in_bytes: bool) -> PeerMemory | None:
+def accept_offer(
+    reserved: Reserved, link: LocalLink, channel: Channel, transport: Transport, *, in_bytes: bool
+) -> PeerMemory | None:
     """Take what the acceptor of a channel offers, and say whether this rank reaches it; return None if it does not."""
-    if why := transport.hear(channel):
+    if why := _answer(link, channel, transport):
         warn_not_shared(channel.src, f"rank {channel.dst} says that {why}")
         return None
     try:
-        (lent,) = transport.borrow(channel, 1)
+        lent = imported(link, channel, transport)
         buffers = SharedBuffers(reserved, SharedFile(lent.descriptor), in_bytes=in_bytes)
         buffers.map()
     except NoSharedMemoryError as error:
-        transport.say(channel, error.why)
+        link.send_text(error.why)
         warn_not_shared(channel.src, error.why)
         return None
-    transport.say(channel, "")
+    link.send_text("")
     return PeerMemory(buffers, f"rank {channel.dst}")
 
 
 def is_taken(buffers: SharedBuffers, channel: Channel, transport: Transport) -> bool:
     """Wait until the evictor of a channel has said whether it reaches these buffers; free them if it does not."""
-    if why := transport.hear(channel):
+    link = transport.link_of(channel)
+    assert link is not None, "memory was offered over it"
+    if why := _answer(link, channel, transport):
         buffers.clear()
         warn_not_shared(channel.dst, f"rank {channel.src} says that {why}")
     return not why
+
+
+def imported(link: LocalLink, channel: Channel, transport: Transport) -> Lent:
+    """Wait for the memory that the acceptor of a channel lends."""
+    (lent,) = transport.wait_for(f"memory for {_named(channel)} has not come", partial(link.import_memory, 1))
+    return lent
+
+
+def _answer(link: LocalLink, channel: Channel, transport: Transport) -> str:
+    what = f"the other rank has not said whether {_named(channel)} go through memory that both share"
+    return transport.wait_for(what, link.receive_text)
+
+
+def _named(channel: Channel) -> str:
+    return f"{channel.purpose.value} messages from rank {channel.src} to {channel.dst}"

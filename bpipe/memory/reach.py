@@ -45,16 +45,16 @@ def find_reached(
     trials = {key: _Trial(device, refused.get(key, "")) for key in links.keys() - users.keys()}
     try:
         for key, trial in trials.items():
-            links[key][0].say(trial.handle)
+            links[key][0].send_text(trial.handle)
         for key, link in users.items():
-            link.say(_read_and_answered(wait(link.hear), device, refused.get(key, "")))
-        found = {key: trial.why_not(wait(links[key][0].hear)) for key, trial in trials.items()}
+            link.send_text(_read_and_answered(wait(link.receive_text), device, refused.get(key, "")))
+        found = {key: trial.why_not(wait(links[key][0].receive_text)) for key, trial in trials.items()}
     except BaseException:
         ABANDONED.extend(trial.memory for trial in trials.values())
         raise
     for key, why in found.items():
-        links[key][0].say(why)
-    found |= {key: wait(link.hear) for key, link in users.items()}
+        links[key][0].send_text(why)
+    found |= {key: wait(link.receive_text) for key, link in users.items()}
     return {key: "".join(c if c.isprintable() else "?" for c in why) for key, why in found.items() if why}
 
 

@@ -141,7 +141,7 @@ class SharedBuffers:
 
 
 class PeerMemory:
-    """The microbatches that this rank keeps in the memory of another process of its host, which does nothing for them.
+    """A store in the memory of another process of this host, which does nothing for what is kept there.
 
     A buffer's head names this object by a random number, and the copy by its own one, so that what an earlier step or another
     pipeline left there is not taken for what is loaded. What the bytes behind the head are is not looked at.
@@ -157,12 +157,13 @@ class PeerMemory:
         self._tag = os.urandom(16)
         self._num_stored = 0
         self._kept: dict[PartKey, tuple[Place, bytes]] = {}  # with the head that it must have
+        self.host_bytes = 0  # the other process counts them
 
-    def store(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copying:
+    def put(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copying:
         """Copy messages, uint8 [size] each, to the other process."""
         return Copying(self._worker.submit(partial(self._copy_in, remote, messages)), messages)
 
-    def fetch(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copying:
+    def get(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copying:
         """Copy what was stored back into messages, uint8 [size] each."""
         return Copying(self._worker.submit(partial(self._copy_out, remote, messages)), messages)
 

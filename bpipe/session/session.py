@@ -359,6 +359,6 @@ def _close(transport: Transport, memory: Memory, process: int, opened: object) -
         if transport.control.failure is None:
             # What an evictor does not give back stays as long as it has it.
             with suppress(CommError, RuntimeError):
-                memory.regain(transport)
+                memory.reclaim(transport)
         transport.close()
         memory.clear()

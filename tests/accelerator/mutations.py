@@ -192,7 +192,7 @@ INTO_LENT_MEMORY = [
     Mutation(
         "do not wait for what was lent",
         "bpipe.session.session",
-        "memory.regain(transport)",
+        "memory.reclaim(transport)",
         schedule="bytes",
         harmless=A_THREAD_WAITS,
     ),

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import bpipe
+from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.comm.rendezvous.outgoing import OutgoingConnections
 from bpipe.comm.transport import c10d
 from bpipe.engine.evictions import Evictions
@@ -24,7 +25,7 @@ from tests.faults.case import Setup, Where
 from tests.faults.pipeline import Pipeline
 
 LENT = {  # by attempt, what a victim is killed in place of where activations move; None: a backward while another rank's are here
-    "lending": [(c10d.C10dTransport, "lend"), (c10d.C10dTransport, "borrow")],
+    "lending": [(LocalLink, "export_memory"), (LocalLink, "import_memory")],
     "lent": [None, (Evictions, "load")],
 }
 PLACES: dict[str, tuple[Any, str]] = {  # what a victim is killed in place of

@@ -51,8 +51,8 @@ def test_a_link_is_opened_between_ends_of_one_secret(secret: bytes) -> None:
         file.map()[:] = 3
         ((theirs, same),) = (both := door.close([0])).values()
         assert same.map().sum() == 30
-        link.say("heard")
-        assert theirs.hear() == "heard"
+        link.send_text("heard")
+        assert theirs.receive_text() == "heard"
         assert fcntl.fcntl(same.descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
         local_door._close({0: (link, file)} | {1: both[0]})
 
@@ -147,12 +147,12 @@ def test_too_many_open_files_are_a_reason() -> None:
 def test_a_file_that_cannot_be_had_is_a_reason() -> None:
     ours, theirs = map(LocalLink, socket.socketpair(socket.AF_UNIX))
     file = SharedFile()
-    ours.pass_on([Lent(file.descriptor)])
+    ours.export_memory([Lent(file.descriptor)])
     with no_more_files(), pytest.raises(NoSharedMemoryError, match="too many open files"):
-        theirs.take(1)
-    ours.say("and on it goes")
-    assert theirs.hear() == "and on it goes"
+        theirs.import_memory(1)
+    ours.send_text("and on it goes")
+    assert theirs.receive_text() == "and on it goes"
     ours.close()
     with pytest.raises(TransferError):
-        theirs.hear()
+        theirs.receive_text()
     theirs.close()

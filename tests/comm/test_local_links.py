@@ -52,7 +52,7 @@ def gradients(rank: int, shares: dict[int, str]) -> tuple[list[torch.Tensor], di
         "threads": len(served),
         "gloo": len(context.transport._gloo),
         "lent": sum(isinstance(one, SharedBuffers) for one in context.memory.remote_buffers.values()),
-        "reached": len(context.memory.reached),
+        "reached": len(context.memory.stores),
         "bytes": {
             name: schedule.stats[name] for name in ("peak_bytes", "evicted_bytes", "remote_buffer_bytes", "device_peak_bytes")
         },
@@ -109,13 +109,13 @@ def test_an_end_that_is_gone_is_an_error() -> None:
     theirs.close()
     file = SharedFile()
     with pytest.raises(TransferError, match="cannot be shared with another process of this host"):
-        ours.pass_on([Lent(file.descriptor)])
+        ours.export_memory([Lent(file.descriptor)])
     with pytest.raises(TransferError, match="another process of this host is gone"):
-        ours.say("anything")
+        ours.send_text("anything")
     with pytest.raises(TransferError, match="another process of this host is gone"):
-        ours.hear()
+        ours.receive_text()
     with pytest.raises(TransferError, match="shares 0 pieces of memory where 2 were expected"):
-        ours.take(2)
+        ours.import_memory(2)
     ours.close()
 
 
@@ -123,8 +123,8 @@ def test_files_arrive_as_the_same_memory() -> None:
     ours, theirs = map(LocalLink, socket.socketpair(socket.AF_UNIX))
     file, other = SharedFile(), SharedFile()
     file.grow(10)
-    ours.pass_on([Lent(file.descriptor), Lent(other.descriptor, b"empty")])
-    taken = theirs.take(2)
+    ours.export_memory([Lent(file.descriptor), Lent(other.descriptor, b"empty")])
+    taken = theirs.import_memory(2)
     assert [one.data for one in taken] == [b"", b"empty"]
     first, second = (SharedFile(one.descriptor) for one in taken)
     file.map()[:] = 7

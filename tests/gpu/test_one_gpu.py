@@ -176,7 +176,7 @@ def lending_rank(rank: int, shares: str) -> tuple[list[torch.Tensor], int]:
     x = torch.randn(2 * M, 16, 64, generator=torch.Generator().manual_seed(5)).cuda()
     for _ in range(3):
         pipeline.step(x, target=x)
-    borrowed = sum(isinstance(one, DevicePeerMemory) for one in pipeline.session.context.memory.reached.values())
+    borrowed = sum(isinstance(one, DevicePeerMemory) for one in pipeline.session.context.memory.stores.values())
     gradients = [p.grad.cpu() for p in module.parameters()]
     pipeline.close()
     return gradients, borrowed

@@ -143,11 +143,11 @@ def test_what_is_stored_on_the_host_comes_back() -> None:
         1: [torch.full((4,), 7, dtype=torch.uint8), torch.ones(5, dtype=torch.uint8)],
     }
     for microbatch, sent in messages.items():
-        host.store(remote(microbatch), [message.clone() for message in sent]).wait()
+        host.put(remote(microbatch), [message.clone() for message in sent]).wait()
     assert host.num_bytes == 14
     for microbatch, sent in messages.items():
         arrived = [torch.zeros_like(message) for message in sent]
-        host.fetch(remote(microbatch), arrived).wait()
+        host.get(remote(microbatch), arrived).wait()
         assert all(map(torch.equal, arrived, sent))
     host.clear()
     assert host.num_bytes == 0

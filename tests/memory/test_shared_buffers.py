@@ -40,47 +40,47 @@ def test_what_is_stored_comes_back(in_bytes: bool) -> None:
     for remote, sizes in ((FIRST, (60, 0, 40)), (SECOND, (300,)), (THIRD, (7,))):
         if remote == THIRD:
             continue
-        peer.store(remote, message(remote[1], *sizes)).wait()
+        peer.put(remote, message(remote[1], *sizes)).wait()
     for remote, sizes in ((SECOND, (300,)), (FIRST, (60, 0, 40))):
         found = message(0, *sizes)
-        peer.fetch(remote, found).wait()
+        peer.get(remote, found).wait()
         assert all(map(torch.equal, found, message(remote[1], *sizes)))
-    peer.store(THIRD, message(9, 7)).wait()  # in the first one's buffer
+    peer.put(THIRD, message(9, 7)).wait()  # in the first one's buffer
     found = message(0, 7)
-    peer.fetch(THIRD, found).wait()
+    peer.get(THIRD, found).wait()
     assert torch.equal(found[0], message(9, 7)[0])
 
 
 def test_memory_is_what_the_plan_reserves() -> None:
     lent, peer = both_ends()
     assert lent.num_bytes == 400
-    peer.store(FIRST, message(1, 100)).wait()
+    peer.put(FIRST, message(1, 100)).wait()
     assert lent.num_bytes == 400
 
 
 def test_buffers_of_slots_are_as_large_as_the_first_activation() -> None:
     lent, peer = both_ends(in_bytes=False)
     assert lent.num_bytes == 0
-    peer.store(SECOND, message(1, 50, 20)).wait()
+    peer.put(SECOND, message(1, 50, 20)).wait()
     assert lent.num_bytes == 140
 
 
 def test_a_larger_activation_grows_its_buffer_for_both() -> None:
     lent, peer = both_ends()
-    peer.store(FIRST, message(1, 5000)).wait()
+    peer.put(FIRST, message(1, 5000)).wait()
     assert lent.num_bytes == 5300
     found = message(0, 5000)
-    peer.fetch(FIRST, found).wait()
+    peer.get(FIRST, found).wait()
     assert torch.equal(found[0], message(1, 5000)[0])
 
 
 @pytest.mark.parametrize("what", ["a head of another", "nothing"])
 def test_what_others_wrote_is_not_loaded(what: str) -> None:
     lent, peer = both_ends()
-    peer.store(FIRST, message(1, 100)).wait()
+    peer.put(FIRST, message(1, 100)).wait()
     os.pwrite(lent.file.descriptor, bytes(HEAD) if what == "nothing" else bytes(range(HEAD)), HEAD)
     with pytest.raises(TransferError, match="rank 3 no longer has what this rank has stored there of microbatch 1 of stage 0"):
-        peer.fetch(FIRST, message(0, 100)).wait()
+        peer.get(FIRST, message(0, 100)).wait()
 
 
 def whole(lent: SharedBuffers) -> bytes:
@@ -93,25 +93,25 @@ def test_what_another_step_or_pipeline_left_there_is_not_loaded(what: str) -> No
     lent, peer = both_ends()
     if what == "another pipeline":
         other_lent, other = both_ends()
-        other.store(FIRST, message(1, 100)).wait()
+        other.put(FIRST, message(1, 100)).wait()
         left = whole(other_lent)
     else:
-        peer.store(FIRST, message(1, 100)).wait()
+        peer.put(FIRST, message(1, 100)).wait()
         left = whole(lent)
-        peer.fetch(FIRST, message(0, 100)).wait()
-    peer.store(FIRST, message(2, 100)).wait()
+        peer.get(FIRST, message(0, 100)).wait()
+    peer.put(FIRST, message(2, 100)).wait()
     os.pwrite(lent.file.descriptor, left, 0)
     with pytest.raises(TransferError, match="no longer has what this rank has stored there of microbatch 1 of stage 0"):
-        peer.fetch(FIRST, message(0, 100)).wait()
+        peer.get(FIRST, message(0, 100)).wait()
 
 
 def test_bytes_that_something_else_changes_are_not_noticed() -> None:
     """As docs/how-to/one-host.md says: a checksum would cost as much as the copy."""
     lent, peer = both_ends()
-    peer.store(FIRST, message(1, 100)).wait()
+    peer.put(FIRST, message(1, 100)).wait()
     os.pwrite(lent.file.descriptor, bytes([77]), 2 * HEAD)
     found = message(0, 100)
-    peer.fetch(FIRST, found).wait()
+    peer.get(FIRST, found).wait()
     assert found[0][:2].tolist() == [77, 1]
 
 
@@ -130,12 +130,12 @@ def test_one_file_has_all_buffers_and_what_grows_gives_its_place_back() -> None:
     peer = PeerMemory(ours, "rank 3")
     for size in (4096, 40_960, 409_600):
         for index in range(50):
-            peer.store((0, index, 0), message(index, size)).wait()
+            peer.put((0, index, 0), message(index, size)).wait()
         assert lent.num_bytes == 50 * size
         assert 512 * os.fstat(lent.file.descriptor).st_blocks < 50 * (size + 3 * 4096)
         for index in range(50):
             found = message(0, size)
-            peer.fetch((0, index, 0), found).wait()
+            peer.get((0, index, 0), found).wait()
             assert torch.equal(found[0], message(index, size)[0])
     assert times_open(lent.file) == 2
     peer.clear()
@@ -150,8 +150,8 @@ def test_a_copy_keeps_its_tensors_until_it_is_waited_for() -> None:
     _, peer = both_ends()
     storage = torch.UntypedStorage(100)
     tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
-    copying = peer.store(FIRST, [tensor])
-    peer.store(SECOND, message(1, 3)).wait()  # so that the first is over
+    copying = peer.put(FIRST, [tensor])
+    peer.put(SECOND, message(1, 3)).wait()  # so that the first is over
     assert copying._tensors[0] is tensor
     copying.wait()
     assert not copying._tensors
@@ -162,7 +162,7 @@ def test_a_copy_keeps_its_tensors_until_it_is_waited_for() -> None:
 def test_memory_ends_with_its_last_user() -> None:
     before = mapped()
     lent, peer = both_ends()
-    peer.store(FIRST, message(1, 100)).wait()
+    peer.put(FIRST, message(1, 100)).wait()
     assert mapped() > before
     lent.clear()
     peer.clear()

@@ -140,8 +140,8 @@ def _open(name: bytes, index: int, proofs: Proofs) -> Shared:
             raise TransferError("who answered has not proved that it belongs to this pipeline")
         link, file = LocalLink(connection), SharedFile()
         unless_done.callback(file.close)
-        link.pass_on([Lent(file.descriptor)])
-        if why := link.hear():
+        link.export_memory([Lent(file.descriptor)])
+        if why := link.receive_text():
             raise TransferError(f"it says that {why}")
         connection.settimeout(None)
         unless_done.pop_all()
@@ -250,13 +250,13 @@ class Door:
     def _admit(self, index: int, link: LocalLink) -> None:
         """Take the file of a link, and say so; or say why not."""
         try:
-            (lent,) = link.take(1)
+            (lent,) = link.import_memory(1)
         except NoSharedMemoryError as error:
-            link.say(error.why)
+            link.send_text(error.why)
             raise
         self._found[index] = link, SharedFile(lent.descriptor)
         try:
-            link.say("")  # from now on the opener counts on it
+            link.send_text("")  # from now on the opener counts on it
         except TransferError:
             _, file = self._found.pop(index)
             file.close()

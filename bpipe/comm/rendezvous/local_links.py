@@ -22,7 +22,7 @@ class LocalLink:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
 
-    def pass_on(self, lent: Sequence[Lent]) -> None:
+    def export_memory(self, lent: Sequence[Lent]) -> None:
         """Give the other process what it needs to reach memory; it must take as many.
 
         Raises:
@@ -34,7 +34,7 @@ class LocalLink:
         except OSError as error:
             raise TransferError(f"memory cannot be shared with another process of this host: {error}") from error
 
-    def take(self, number: int) -> list[Lent]:
+    def import_memory(self, number: int) -> list[Lent]:
         """Return what the other process passes on. Blocks until it does, or until `end`.
 
         Raises:
@@ -58,8 +58,8 @@ class LocalLink:
             raise TransferError(f"another process of this host shares {len(taken)} pieces of memory where {number} were expected")
         return taken
 
-    def say(self, text: str) -> None:
-        """Tell the other process something; it must `hear` it.
+    def send_text(self, text: str) -> None:
+        """Tell the other process something; it must receive it.
 
         Raises:
             TransferError: the other process is gone.
@@ -70,7 +70,7 @@ class LocalLink:
         except OSError as error:
             raise TransferError(f"another process of this host is gone: {error}") from error
 
-    def hear(self) -> str:
+    def receive_text(self) -> str:
         """Return what the other process says. Blocks until it does, or until `end`.
 
         Raises:

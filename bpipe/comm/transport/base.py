@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane, Meanwhile
+from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.device import Streams
-from bpipe.memory.shared_file import Lent
 from bpipe.schedules import Channel
 
 __all__: list[str] = []
+
+T = TypeVar("T")
 
 
 class Transfer(Protocol):
@@ -90,29 +92,24 @@ class Transport(ABC):
         """Return whether memory of a device can be lent between this rank and another, once it is known how much."""
         return False
 
-    def reaches(self, channel: Channel) -> bool:
-        """Return whether the evictor of a channel uses the acceptor's memory by itself, as connected now."""
-        return False
+    def link_of(self, channel: Channel) -> LocalLink | None:
+        """Return a connection between the ends of a channel, if its evictor uses the acceptor's memory by itself, as connected now.
 
-    def lend(self, channel: Channel, lent: Sequence[Lent]) -> None:
-        """Let the evictor of a channel, where it `reaches` that, use memory of this rank; it must `borrow` as many pieces."""
-        raise NotImplementedError
+        What one end sends over it, the other one must receive.
+        """
+        return None
 
-    def borrow(self, channel: Channel, number: int) -> list[Lent]:
-        """Return the memory that the acceptor of a channel lends."""
-        raise NotImplementedError
+    def wait_for(self, what: str, call: Callable[[], T]) -> T:
+        """Return what a call returns that waits for another process: for no longer than for a transfer, and until a rank fails.
 
-    def say(self, channel: Channel, text: str) -> None:
-        """Tell the rank at the other end of a channel something, where its evictor `reaches` the acceptor; it must `hear` it."""
-        raise NotImplementedError
+        Args:
+            what: what has not come yet, for messages.
+            call: ends soon once its connections are shut down.
 
-    def hear(self, channel: Channel) -> str:
-        """Return what the rank at the other end of a channel says. Blocks until it does."""
-        raise NotImplementedError
-
-    def regain(self, evictor: str, wait: Callable[[], None]) -> None:
-        """Wait until an evictor has given back what this rank lent it; `wait` blocks until then."""
-        raise NotImplementedError
+        Raises:
+            CommError: another rank has failed meanwhile, or it takes too long.
+        """
+        return call()
 
     def connection_bytes(self) -> int:
         """Return the bytes that a channel takes on the device, as far as the open channels show."""

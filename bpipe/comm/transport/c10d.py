@@ -35,7 +35,7 @@ from bpipe.comm.rendezvous.shortage import naming_shortage
 from bpipe.comm.rendezvous.store import using_store
 from bpipe.comm.rendezvous.store_keys import WrittenKeys
 from bpipe.comm.rendezvous.tcp import prepare
-from bpipe.comm.transport.base import Transfer, Transport
+from bpipe.comm.transport.base import T, Transfer, Transport
 from bpipe.comm.transport.communicators import Communicators, maker_of
 from bpipe.comm.transport.connect import open_connections
 from bpipe.comm.transport.device_ring import DeviceRing, open_ring, why_no_ring
@@ -53,7 +53,7 @@ from bpipe.environment import copies_messages, gloo_connects_late, may_share_mem
 from bpipe.errors import AgreementError, ConfigurationError, TransferTimeoutError
 from bpipe.logs import LOG, warn_not_shared
 from bpipe.memory.reach import find_reached
-from bpipe.memory.shared_file import Lent, SharedFile, why_not_shared
+from bpipe.memory.shared_file import SharedFile, why_not_shared
 from bpipe.schedules import Channel, Purpose
 from bpipe.torch_private.distributed import timeout_of
 
@@ -291,7 +291,7 @@ class C10dTransport(Transport):
         if not is_asynchronous(self.device):
             return (self._senders.get(channel) or self._receivers[channel]).has_ring
         eviction = channel if channel.purpose is Purpose.EVICT else Channel(Purpose.EVICT, channel.dst, channel.src)
-        return channel.purpose in EVICTIONS and self.reaches(eviction)
+        return channel.purpose in EVICTIONS and self.link_of(eviction) is not None
 
     def _named(self, channel: Channel) -> str:
         sender, receiver = self._ends(channel)
@@ -377,29 +377,13 @@ class C10dTransport(Transport):
     def can_lend(self) -> bool:
         return is_asynchronous(self.device) and any(channel.purpose is Purpose.EVICT for channel in self._links)
 
-    def reaches(self, channel: Channel) -> bool:
-        return self._lends and channel in self._links
+    def link_of(self, channel: Channel) -> LocalLink | None:
+        return self._links.get(channel) if self._lends else None
 
-    def lend(self, channel: Channel, lent: Sequence[Lent]) -> None:
-        self._links[channel].pass_on(lent)
-
-    def borrow(self, channel: Channel, number: int) -> list[Lent]:
+    def wait_for(self, what: str, call: Callable[[], T]) -> T:
         opening = self._interruptible()
-        opening.note = f"memory for {self._named(channel)} has not come"
-        return opening.run(partial(self._links[channel].take, number))
-
-    def say(self, channel: Channel, text: str) -> None:
-        self._links[channel].say(text)
-
-    def hear(self, channel: Channel) -> str:
-        opening = self._interruptible()
-        opening.note = f"the other rank has not said whether {self._named(channel)} go through memory that both share"
-        return opening.run(self._links[channel].hear)
-
-    def regain(self, evictor: str, wait: Callable[[], None]) -> None:
-        opening = self._interruptible()
-        opening.note = f"{evictor} has not given back the memory that it uses on this rank's device"
-        opening.run(wait)
+        opening.note = what
+        return opening.run(call)
 
     @transferring
     def send(

@@ -160,13 +160,13 @@ def open_ring(
         CommError: the device or the host cannot do this.
     """
     if sends:
-        (lent,) = link.take(1)
+        (lent,) = link.import_memory(1)
         borrowed = Borrowed(lent, device, stream, activity)
         chunks, give_back = borrowed.memory, borrowed.give_back
     else:
         buffers = LentBuffers(Reserved((NUM_CHUNKS * CHUNK,), {}), device, activity)
         with buffers.offered() as offered:
-            link.pass_on(offered)
+            link.export_memory(offered)
         chunks, give_back = buffers.memory, buffers.clear
     try:
         file.grow(PAGE)

@@ -155,9 +155,9 @@ def ring_of(rank: int) -> tuple[DeviceRing, LocalLink]:
     link = linked(rank)
     if rank == 0:
         file = SharedFile()
-        link.pass_on([Lent(os.dup(file.descriptor))])
+        link.export_memory([Lent(os.dup(file.descriptor))])
     else:
-        file = SharedFile(link.take(1)[0].descriptor)
+        file = SharedFile(link.import_memory(1)[0].descriptor)
     return device_ring.open_ring(link, file, DEVICE, MODULE.Stream(), Activity(), sends=rank == 0), link
 
 
@@ -183,8 +183,8 @@ def sent(rank: int, sizes: list[list[int]]) -> tuple[bool, list[str], list[str]]
         assert work.is_completed()
     with pytest.raises(RuntimeError, match="of no transfer"):
         ring._end_coalescing()
-    link.say("done")
-    link.hear()
+    link.send_text("done")
+    link.receive_text()
     ring.abort()
     del work, tensors
     works.clear()
@@ -200,20 +200,20 @@ def waited(rank: int, waits: int) -> list[bool]:
     """Each end posts one message of a chunk more than there are chunks: which are done before the other end has posted one."""
     ring, link = ring_of(rank)
     if rank != waits:
-        link.hear()
+        link.receive_text()
     works = [posted(ring, rank, [torch.full((64,), i, dtype=torch.uint8, device=DEVICE)]) for i in range(NUM_CHUNKS + 1)]
     if (rank, waits) == (0, 0):
         until(lambda: all(work.is_completed() for work in works[:NUM_CHUNKS]), "chunks that are empty are filled")
     time.sleep(0.3)  # for what should wait, and might not
     done = [work.is_completed() for work in works]
     if rank == waits:
-        link.say("go on")
+        link.send_text("go on")
     for work in works:
         work.wait()
     MODULE.synchronize()
     assert all(work.is_completed() for work in works)
-    link.say("done")
-    link.hear()
+    link.send_text("done")
+    link.receive_text()
     ring.abort()
     return done
 

@@ -54,7 +54,7 @@ def travels(schedule: Any) -> dict[str, int]:
     connected = transport._gloo if transport._communicators is None else transport._communicators._made
     return {
         "lent": sum(isinstance(one, LentBuffers) for one in memory.remote_buffers.values()),
-        "borrowed": sum(isinstance(one, DevicePeerMemory) for one in memory.reached.values()),
+        "borrowed": sum(isinstance(one, DevicePeerMemory) for one in memory.stores.values()),
         "served": len(memory.served()),
         "connected": sum(one.purpose in (Purpose.EVICT, Purpose.RETURN) for one in connected),
     }
@@ -375,28 +375,28 @@ def given_back(rank: int, how: str) -> tuple[list[int], list[str]]:
     if rank == 0:
         buffers = LentBuffers(reserved, device, activity)
         with buffers.offered() as lent:
-            link.pass_on(lent)
+            link.export_memory(lent)
         activity.step = 1
         if how == "asked for":
             buffers.recall()
         buffers.clear()
         for _ in range(2):
-            link.say("on")
-            link.hear()
+            link.send_text("on")
+            link.receive_text()
             lent_bytes.append(buffers.num_bytes)
-        link.say("on")
+        link.send_text("on")
         buffers.wait()
         return [*lent_bytes, buffers.num_bytes], reports()
-    peer = DevicePeerMemory(reserved, link.take(1)[0], device, MODULE.Stream(), activity, "rank 0")
+    peer = DevicePeerMemory(reserved, link.import_memory(1)[0], device, MODULE.Stream(), activity, "rank 0")
     for remote, size in ((FIRST, 1000), (SECOND, 2500)):
-        link.hear()
+        link.receive_text()
         time.sleep(0.05)
         message, found = (torch.full((size,), value, dtype=torch.uint8, device=KIND) for value in (7, 0))
-        peer.store(remote, [message]).wait()
-        peer.fetch(remote, [found]).wait()
+        peer.put(remote, [message]).wait()
+        peer.get(remote, [found]).wait()
         assert torch.equal(found.cpu(), message.cpu())
-        link.say("done")
-    link.hear()
+        link.send_text("done")
+    link.receive_text()
     if how == "asked for":
         activity.step = 1
     elif how == "given up":
@@ -421,16 +421,16 @@ def without_room(rank: int) -> bool:
     if rank == 0:
         buffers = LentBuffers(Reserved((0,), {FIRST: 0}), device, activity)
         with buffers.offered() as lent:
-            link.pass_on(lent)
+            link.export_memory(lent)
         buffers.wait()
         return True
     from bpipe.memory import device_buffers
 
     device_buffers.available_bytes = lambda: 999
-    peer = DevicePeerMemory(Reserved((0,), {FIRST: 0}), link.take(1)[0], device, MODULE.Stream(), activity, "rank 0")
-    peer.store(FIRST, [torch.zeros(999, dtype=torch.uint8, device=KIND)])
+    peer = DevicePeerMemory(Reserved((0,), {FIRST: 0}), link.import_memory(1)[0], device, MODULE.Stream(), activity, "rank 0")
+    peer.put(FIRST, [torch.zeros(999, dtype=torch.uint8, device=KIND)])
     with pytest.raises(CommError, match=r"microbatch 1 of stage 0: 1000 bytes .* has 999 left: .*BPIPE_SHARED_MEMORY=0"):
-        peer.store(FIRST, [torch.zeros(1000, dtype=torch.uint8, device=KIND)])
+        peer.put(FIRST, [torch.zeros(1000, dtype=torch.uint8, device=KIND)])
     held = peer.host_bytes
     peer.clear()
     return held == 999
@@ -458,14 +458,14 @@ def leased(rank: int) -> bool:
     if rank == 0:
         buffers = LentBuffers(reserved, device, activity)
         with buffers.offered() as lent:
-            link.pass_on(lent)
+            link.export_memory(lent)
         is_open = buffers._lease is None or is_open_in_a_child(buffers._lease.fileno())
-        link.say("looked")
+        link.send_text("looked")
         buffers.wait()
         return is_open
-    peer = DevicePeerMemory(reserved, link.take(1)[0], device, MODULE.Stream(), activity, "rank 0")
+    peer = DevicePeerMemory(reserved, link.import_memory(1)[0], device, MODULE.Stream(), activity, "rank 0")
     is_open = is_open_in_a_child(peer._borrowed.lease.fileno())
-    link.hear()
+    link.receive_text()
     peer.clear()
     return is_open
 
@@ -484,13 +484,13 @@ def overwritten(rank: int) -> bool:
     if rank == 0:
         buffers = LentBuffers(reserved, device, activity)
         with buffers.offered() as lent:
-            link.pass_on(lent)
+            link.export_memory(lent)
         buffers.wait()
         return True
-    peer = DevicePeerMemory(reserved, link.take(1)[0], device, MODULE.Stream(), activity, "rank 0")
+    peer = DevicePeerMemory(reserved, link.import_memory(1)[0], device, MODULE.Stream(), activity, "rank 0")
     for remote in (FIRST, SECOND):
-        peer.store(remote, [torch.zeros(1000, dtype=torch.uint8, device=KIND)])
+        peer.put(remote, [torch.zeros(1000, dtype=torch.uint8, device=KIND)])
     with pytest.raises(TransferError, match="the memory of rank 0 no longer has microbatch 1 of stage 0"):
-        peer.fetch(FIRST, [torch.zeros(1000, dtype=torch.uint8, device=KIND)])
+        peer.get(FIRST, [torch.zeros(1000, dtype=torch.uint8, device=KIND)])
     peer.clear()
     return True
