@@ -144,7 +144,7 @@ def test_what_is_stored_on_the_host_comes_back() -> None:
     }
     for microbatch, sent in messages.items():
         host.put(remote(microbatch), [message.clone() for message in sent]).wait()
-    assert host.num_bytes == 14
+    assert host.host_bytes == 14
     for microbatch, sent in messages.items():
         arrived = [torch.zeros_like(message) for message in sent]
         host.get(remote(microbatch), arrived).wait()
