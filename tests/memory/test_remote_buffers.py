@@ -150,7 +150,7 @@ def test_what_is_stored_on_the_host_comes_back() -> None:
         host.get(remote(microbatch), arrived).wait()
         assert all(map(torch.equal, arrived, sent))
     host.clear()
-    assert host.num_bytes == 0
+    assert host.host_bytes == 0
 
 
 def test_four_tebibytes_are_refused_before_they_are_allocated() -> None:
