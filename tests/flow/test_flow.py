@@ -7,12 +7,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import combinations, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bpipe.flow import shapes
 from bpipe.flow.flow import Edge, Flow, Kind, Node, Shape
 from bpipe.flow.shaping import shaped
 
@@ -214,3 +216,9 @@ def test_shapes_that_are_none_say_why(flow: Flow | None, shape: tuple[Any, ...],
 
 def test_a_flow_says_what_made_it() -> None:
     assert with_shapes("slices", "local").shapes == (Shape("chain", (RANKS, 4, True)), Shape("slices", (3,)), Shape("local", ()))
+
+
+def test_the_page_about_flows_names_all_shapes() -> None:
+    folder = Path(shapes.__file__).parent
+    names = {path.stem for path in folder.glob("[!_]*.py")}
+    assert names and names == set(re.findall(r"^\| `(\w+)` \|", (folder.parent / "README.md").read_text(), re.MULTILINE))
