@@ -29,8 +29,7 @@ def parts_of(value: Any) -> tuple[Sequence[Any], Any, Callable[[Sequence[Any]], 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Any]:
     """Return the leaves of a pytree, and its structure."""
-    leaves, structure = ask(_pytree, "tree_flatten")(value)
-    return leaves, structure
+    return ask(_pytree, "tree_flatten")(value)
 
 
 def tree_unflatten(leaves: Iterable[Any], structure: Any) -> Any:
@@ -40,8 +39,7 @@ def tree_unflatten(leaves: Iterable[Any], structure: Any) -> Any:
 
 def tree_leaves(value: Any) -> list[Any]:
     """Return the leaves of a pytree."""
-    leaves: list[Any] = ask(_pytree, "tree_leaves")(value)
-    return leaves
+    return ask(_pytree, "tree_leaves")(value)
 
 
 def tree_map_only(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
