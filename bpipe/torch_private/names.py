@@ -23,10 +23,6 @@ class PrivateName(NamedTuple):
     since: str = "2.11"
     until: str = NEWEST  # the last release that has it
 
-    @property
-    def releases(self) -> str:
-        return f"torch {self.since} to {self.until}"
-
 
 _FSDP_STATE, _FSDP_GROUP, _DDP = "FSDP2's state", "FSDP2's parameter group", "DistributedDataParallel"
 _NO_EVICTION = "Nothing can be evicted, and measured bytes are too low: use OneFOneB"
@@ -34,7 +30,6 @@ _NO_THREADS = "Neither fill jobs nor forwards beside backwards can run: leave th
 _SPLIT = "Split backwards, such as those of zero-bubble schedules, cannot run: take a schedule with whole ones, such as OneFOneB"
 _NO_FSDP = "Stages under fully_shard cannot run"
 _NO_DDP = "Stages under DistributedDataParallel cannot run: use fully_shard"
-_NO_MEASURE = "Models cannot be measured, cut by name or proven, nor fill jobs counted: cut by hand, and leave those out"
 _NO_PACKAGE = "Process groups of a package's own backend cannot carry tensors of a device: take one of torch's"
 
 NAMES: dict[str, PrivateName] = {  # the fields of those that have the same ones
@@ -91,8 +86,6 @@ NAMES: dict[str, PrivateName] = {  # the fields of those that have the same ones
         # Pytrees
         ("tree_is_leaf tree_flatten tree_unflatten", "torch.utils._pytree", "take registered types apart",
          "Registered types and named tuples count as one"),
-        ("tree_leaves", "torch.utils._pytree", "read the leaves of inputs", _NO_MEASURE),
-        ("tree_map_only", "torch.utils._pytree", "copy the tensors of inputs", _NO_MEASURE),
         # torch.distributed
         ("_get_backend", "a process group", "read its timeout", "bpipe waits 30 minutes, whatever the group says"),
         ("_plugins", "torch.distributed.Backend", "make communicators of other backends", _NO_PACKAGE),
@@ -138,13 +131,7 @@ NAMES: dict[str, PrivateName] = {  # the fields of those that have the same ones
 def ask(owner: object, name: str, default: Any = _MISSING) -> Any:
     """Return what torch has under a private name of the list.
 
-    Args:
-        owner: the object that has it as an attribute.
-        name: as in the list.
-        default: returned if torch has it no longer; the name is needed if this is left out.
-
-    Raises:
-        UnsupportedTorchError: this torch does not have the name, and there is no default.
+    Without a default the name is needed: an UnsupportedTorchError says so if this torch does not have it.
     """
     found = getattr(owner, name, default)
     if found is _MISSING:
@@ -161,6 +148,6 @@ def missing(name: str) -> UnsupportedTorchError:
     """Return the error that says what cannot be done without a name of the list, and which torch has it."""
     entry = NAMES[name]
     return UnsupportedTorchError(
-        f"bpipe needs {name} of {entry.owner} to {entry.use}; torch {torch.__version__} does not have it, {entry.releases} do. "
-        f"{entry.without}"
+        f"bpipe needs {name} of {entry.owner} to {entry.use}; torch {torch.__version__} does not have it, torch {entry.since} to "
+        f"{entry.until} do. {entry.without}"
     )
