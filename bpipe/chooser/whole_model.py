@@ -19,10 +19,11 @@ from bpipe.comm.wire.codec import decode_text
 from bpipe.errors import AgreementError, ConfigurationError, format_error
 from bpipe.estimate.workload import Load
 from bpipe.logs import RankLog
+from bpipe.model.microbatch import tensors_in
+from bpipe.model.pytree import mapped
 from bpipe.model.stage import PipelineStage
 from bpipe.partition.measure import measure_layers
 from bpipe.partition.model_split import split_model
-from bpipe.torch_private.pytrees import tree_leaves, tree_map_only
 from bpipe.training.pipeline_ranks import Ranks
 
 __all__: list[str] = []
@@ -99,7 +100,7 @@ class WholeModel:
         """Return the choice of rank 0, as JSON; raise on all ranks if it failed."""
         group = self.group
         if isinstance(group, LoopbackGroup):
-            shapes = [(one.shape, one.dtype) for one in tree_leaves((self.batch, self.target)) if isinstance(one, torch.Tensor)]
+            shapes = [(one.shape, one.dtype) for one in tensors_in((self.batch, self.target))]
             asked = ("whole model", self.model, self.loss_fn, self.layers, self.microbatch_sizes, shapes, question)
             return str(once(group.loopback, asked, lambda: self._chosen(num_ranks, question)))
         failure: Exception | None = None
@@ -153,7 +154,7 @@ class WholeModel:
 
 
 def _rows(batch: Any) -> int:
-    rows = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()}
+    rows = {leaf.shape[0] for leaf in tensors_in(batch) if leaf.dim()}
     if len(rows) != 1:
         raise ConfigurationError(
             "batch: for a model, give a batch of training, tensors with the same number of rows; these have "
@@ -164,4 +165,4 @@ def _rows(batch: Any) -> int:
 
 def _first_rows(values: Any, rows: int, size: int) -> Any:
     """Return the first microbatch: of each tensor with the batch's rows, the first of them."""
-    return tree_map_only(torch.Tensor, lambda one: one[:size] if one.dim() and one.shape[0] == rows else one, values)
+    return mapped(lambda one: one[:size] if one.dim() and one.shape[0] == rows else one, values)

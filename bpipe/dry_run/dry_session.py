@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from bpipe.api.report import Report
@@ -48,11 +48,7 @@ class DrySession(Session):
         return super().begin(call, is_training=is_training)
 
     def _check(self, plan: Plan) -> None:
-        """Raise if the messages of the other ranks cannot be known.
-
-        Raises:
-            ConfigurationError: a stage has no example of its input, the plan has slices or skips, or tensors have no memory.
-        """
+        """Raise a ConfigurationError if the messages of the other ranks cannot be known, or tensors have no memory."""
         rank = self.context.plan_rank
         parameters = (one for module in self.context.modules() for one in module.parameters())
         if any(map(_is_fake, (*dispatch_modes(), *parameters))):
@@ -78,11 +74,8 @@ class DrySession(Session):
     def agree(self, step: PreparedStep, packed: Sequence[bytes], gather: Gather) -> Run:
         num_calls = step.num_calls
         own = StepRecord.unpack(packed[0], num_calls)
-
-        def all_answers(ask: Callable[[PlanSource], bytes]) -> list[bytes]:
-            return self._answers(gather(ask))
-
-        run = super().agree(step, [record.pack(num_calls) for record in self._records(own, len(packed))], all_answers)
+        records = [record.pack(num_calls) for record in self._records(own, len(packed))]
+        run = super().agree(step, records, lambda ask: self._answers(gather(ask)))
         inputs = {index: stage.input_forms or [] for index, stage in self.context.stages.items()}
         self._fake.peers = AbsentPeers(run.plan, run.rank, run.step, inputs, self._evicted_bytes)
         return run

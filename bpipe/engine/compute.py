@@ -33,7 +33,8 @@ from bpipe.memory.saved.spans import Span
 from bpipe.memory.saved.stash import Stash
 from bpipe.memory.saved.storages import keys_of, storages_of
 from bpipe.model import microbatch as mb
-from bpipe.model.stage import ModuleSnapshot, PipelineStage, compare_examples, find_mesh, in_context
+from bpipe.model.examples import compare_examples
+from bpipe.model.stage import ModuleSnapshot, PipelineStage, find_mesh, in_context
 from bpipe.parallel.ddp import equalise_buffers
 from bpipe.recomputation.rerun import Rerun, Reruns
 from bpipe.recomputation.restorable import BATCH

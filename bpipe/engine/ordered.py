@@ -20,7 +20,7 @@ from bpipe.logs import LOG
 from bpipe.memory.saved.nodes import nodes_behind
 from bpipe.model.pytree import flattened
 from bpipe.model.stage import PipelineStage
-from bpipe.recomputation.side_effects import Found, changed, look_at
+from bpipe.recomputation.side_effects import States, changed, look_at
 from bpipe.schedules import Action, Op
 
 __all__: list[str] = []
@@ -53,7 +53,7 @@ class OrderWatch(Observer):
     ) -> None:
         self._stages, self._step_inputs, self._device = stages, step_inputs, device
         self._shares_random, self._inner = shares_random, Observer() if inner is None else inner
-        self._found = Found({}, {}, {})
+        self._before: States = {}, {}, {}
         self._has_warned = False
         self._leaves: dict[int, int] = {}  # for each leaf, the stage whose graph leads to it
 
@@ -62,7 +62,7 @@ class OrderWatch(Observer):
 
     def before(self, run: Run, action: Action) -> None:
         if self._is_watched(action):
-            self._found = self._look(action)
+            self._before = self._look(action)
         self._inner.before(run, action)
 
     def after(self, run: Run, action: Action) -> None:
@@ -73,7 +73,7 @@ class OrderWatch(Observer):
             self._check_leaves(action, graph.edges)
         if not self._is_watched(action):
             return
-        random, tensors, others = map(changed, self._found, self._look(action))
+        random, tensors, others = map(changed, self._before, self._look(action))
         if random is not None:
             raise _refusal(action, f"draws random numbers ({random})")
         if action.op in BACKWARDS and tensors is not None:
@@ -101,7 +101,7 @@ class OrderWatch(Observer):
     def _is_watched(self, action: Action) -> bool:
         return action.op in BACKWARDS or (action.op is Op.F and self._shares_random)
 
-    def _look(self, action: Action) -> Found:
+    def _look(self, action: Action) -> States:
         """Look at everything that an action's stage may change."""
         return look_at(self._device, self._modules(action.stage), self._given(action.microbatch))
 

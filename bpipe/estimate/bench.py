@@ -24,10 +24,10 @@ from bpipe.errors import ConfigurationError, StageError
 from bpipe.memory.saved.footprint import Footprint, footprint_of
 from bpipe.memory.saved.stash import Stash
 from bpipe.memory.saved.storages import element_bytes, keys_of, storages_of
-from bpipe.model.microbatch import tensors_in
+from bpipe.model.microbatch import detached, tensors_in
+from bpipe.model.pytree import mapped
 from bpipe.model.stage import ModuleSnapshot
 from bpipe.torch_private.owners_and_versions import address_of, hooks_on
-from bpipe.torch_private.pytrees import tree_map_only
 
 __all__: list[str] = []
 
@@ -179,7 +179,7 @@ class Bench:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise StageError("loss_fn returned something else than one number: return a tensor, such as loss.mean()")
         self._check_trainable([loss])
-        outputs = tensors_in(tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+        outputs = tensors_in(detached(output))
         return Forward(edges_of([loss]), [torch.ones_like(loss)], box, [], [*outputs, loss.detach()])
 
     def _check_trainable(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -228,7 +228,7 @@ def _resized(value: Any, size: int) -> Any:
             raise ConfigurationError(f"the example has a tensor of shape {list(tensor.shape)}: dimension 0 must be rows, 1 or more")
         return tensor.detach()[torch.arange(size, device=tensor.device) % len(tensor)]
 
-    return tree_map_only(torch.Tensor, rows, value)
+    return mapped(rows, value)
 
 
 def is_differentiable(tensor: torch.Tensor) -> bool:

@@ -18,11 +18,11 @@ from bpipe.errors import ConfigurationError, StageError
 from bpipe.estimate.bench import Bench, Forward, Loss, is_differentiable
 from bpipe.estimate.slice_profile import SliceMeasurement, SliceProfile
 from bpipe.model.preserve_state import preserved_state
+from bpipe.model.pytree import mapped
 from bpipe.model.specs import check_specs
 from bpipe.slices.positions import SliceCutting, UpTo
 from bpipe.slices.protocol import check_takes_slices
 from bpipe.slices.states import Sequences, past_of
-from bpipe.torch_private.pytrees import tree_map_only
 
 __all__ = ["profile_slices"]
 
@@ -107,8 +107,8 @@ def _cases(n: int, lengths: Any, contexts: Any) -> list[tuple[int, int]]:
 
 def _num_positions(bench: Bench, args_spec: Any) -> int:
     """Return the length of the example's sequence."""
-    cutting = SliceCutting(lambda size: [size])
-    cutting.split(bench.args, args_spec, "args", 1)
+    cutting = SliceCutting(lambda size: [size], 1)
+    cutting.split(bench.args, args_spec, "args")
     if not cutting.lengths:
         raise ConfigurationError("the example has no dimension of positions to cut: give a tensor [rows, positions, ...]")
     return int(cutting.lengths[0])
@@ -139,12 +139,12 @@ class _Slices:
     """
 
     def __init__(self, bench: Bench, specs: tuple[Any, Any], lengths: list[int], number: int) -> None:
-        cutting = SliceCutting(lambda _: lengths)
-        args = cutting.split(bench.args, specs[0], "args", len(lengths))
+        cutting = SliceCutting(lambda _: lengths, len(lengths))
+        args = cutting.split(bench.args, specs[0], "args")
         if not bench.is_first:
-            args = tree_map_only(torch.Tensor, torch.Tensor.contiguous, args)  # as they arrive from another stage
+            args = mapped(torch.Tensor.contiguous, args)  # as they arrive from another stage
         self._bench, self._number, self._args = bench, number, args
-        self._targets = cutting.split(bench.target, specs[1], "the target", len(lengths))
+        self._targets = cutting.split(bench.target, specs[1], "the target")
         self._microbatches = MicrobatchStates()
         self._sequences = Sequences(self._microbatches, number + 2, bench.device, has_backward=True)
         for earlier in range(number):

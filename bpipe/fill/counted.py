@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from bpipe.fill.live_storages import LiveStorages
+from bpipe.model.microbatch import tensors_in
 from bpipe.torch_private.modes import DispatchMode
 from bpipe.torch_private.owners_and_versions import address_of
-from bpipe.torch_private.pytrees import tree_leaves
 
 __all__: list[str] = []
 
@@ -52,4 +52,4 @@ class Counted(DispatchMode):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(tree) if isinstance(one, torch.Tensor) and one.layout is torch.strided]
+    return [one for one in tensors_in(tree) if one.layout is torch.strided]

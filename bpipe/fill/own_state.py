@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bpipe.device import random_state, set_random_state
-from bpipe.recomputation.generators import PYTHON, GlobalNumPy, are_equal
+from bpipe.recomputation.generators import PYTHON, TORCH, GlobalNumPy, are_equal, torch_on
 from bpipe.torch_private.process_settings import Setting, settings
 
 __all__: list[str] = []
@@ -90,8 +89,8 @@ def _read(setting: Setting) -> Any:
 
 
 def _random_numbers(device: torch.device) -> Iterator[Setting]:
-    yield Setting("torch's random numbers", torch.get_rng_state, torch.set_rng_state)
-    yield Setting("the device's random numbers", partial(random_state, device), lambda state: set_random_state(state, device))
+    yield Setting("torch's random numbers", *TORCH)
+    yield Setting("the device's random numbers", *torch_on(device))
     yield Setting("Python's random numbers", *PYTHON)
     numpy = GlobalNumPy()
     if hasattr(np.random, "get_bit_generator"):

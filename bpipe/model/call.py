@@ -20,32 +20,21 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    target: Any
-    losses: list[torch.Tensor] | None
-    return_outputs: bool
-    loss_kwargs: dict[str, Any] | None
-    arg_mbs: list[Any] | None
-    kwarg_mbs: list[Any] | None
-    target_mbs: list[Any] | None
+    target: Any = None
+    losses: list[torch.Tensor] | None = None
+    return_outputs: bool = True
+    loss_kwargs: dict[str, Any] | None = None
+    arg_mbs: list[Any] | None = None
+    kwarg_mbs: list[Any] | None = None
+    target_mbs: list[Any] | None = None
     finalize_gradients: bool = True
     is_step: bool = False
 
 
-def call_of(
-    *args: Any,
-    target: Any = None,
-    losses: list[torch.Tensor] | None = None,
-    return_outputs: bool = True,
-    loss_kwargs: dict[str, Any] | None = None,
-    arg_mbs: list[Any] | None = None,
-    kwarg_mbs: list[Any] | None = None,
-    target_mbs: list[Any] | None = None,
-    finalize_gradients: bool = True,
-    **kwargs: Any,
-) -> Call:
+def call_of(*args: Any, **kwargs: Any) -> Call:
     """Sort the arguments of `step` or `eval` into a `Call`."""
-    microbatches = arg_mbs, kwarg_mbs, target_mbs
-    return Call(args, kwargs, target, losses, return_outputs, loss_kwargs, *microbatches, finalize_gradients)
+    options = {name: kwargs.pop(name) for name in Call._fields[2:-1] if name in kwargs}
+    return Call(args, kwargs, **options)
 
 
 class Specs(NamedTuple):
@@ -87,12 +76,7 @@ class CutBatch(NamedTuple):
 
 
 def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_training: bool) -> CutBatch:
-    """Cut a call's whole batches, or take the microbatches that the user cut.
-
-    Raises:
-        ConfigurationError: a batch that does not divide or that bpipe cannot cut, a wrong number of microbatches, inputs that
-            cannot be trained on.
-    """
+    """Cut a call's whole batches, or take the microbatches that the user cut; raise a ConfigurationError for what cannot be cut."""
     m = num_microbatches
     if call.losses is not None and not isinstance(call.losses, list):
         raise ConfigurationError(f"losses= must be a list, which bpipe fills in place, got {type(call.losses).__qualname__}")

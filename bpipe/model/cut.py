@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from bpipe.model.microbatch import digest
 from bpipe.model.ties import mark_ties
 
 __all__: list[str] = []
@@ -24,9 +24,9 @@ class Cut(NamedTuple):
 
 def mark(parts: Sequence[Any], names: Sequence[Sequence[str]]) -> None:
     """Mark the stages that were cut by these names, and what they share."""
-    digest = hashlib.sha256(json.dumps([list(one) for one in names]).encode()).digest()[:16]
+    of_names = digest([json.dumps([list(one) for one in names])])
     for index, part in enumerate(parts):
-        setattr(part, MARK, Cut(digest, index, len(parts)))
+        setattr(part, MARK, Cut(of_names, index, len(parts)))
     mark_ties(parts)
 
 

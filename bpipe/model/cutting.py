@@ -18,6 +18,7 @@ from bpipe.comm.wire.dtensor import is_dtensor
 from bpipe.comm.wire.message import PLAIN
 from bpipe.errors import ConfigurationError
 from bpipe.model.chunks import CannotCutError, Offsets, cutter_of
+from bpipe.model.microbatch import OF_TORCH
 from bpipe.model.pytree import flattened, inside, leaves_of
 from bpipe.model.specs import DEFAULT, is_repeating, misfit, specs_of
 
@@ -41,11 +42,7 @@ REPEATED = (
     np.generic,
     np.dtype,
     np.ufunc,
-    torch.Size,
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
+    *OF_TORCH,
     torch.Generator,
     torch.nn.Module,
 )
@@ -66,7 +63,8 @@ class Cutting:
         self._dim = next((spec.split_dim for spec in flattened(args_spec) if hasattr(spec, "split_dim")), 0)
         self._offsets: Offsets = {}
         self._rows: list[_Rows] = []
-        self._lists: list[_List] = []
+        # Lists and tuples without specs: their names, they themselves, and what was cut in them.
+        self._lists: list[tuple[str, Sequence[Any], Sequence[_Rows]]] = []
         self._sharding: dict[Any, tuple[tuple[int, ...], str]] = {}  # by mesh: its dims that shard a batch, and the value's name
 
     def split(self, value: Any, spec: Any, name: str) -> list[Any]:
@@ -91,17 +89,16 @@ class Cutting:
             raise self._refusal(name, " holds itself, or is nested deeper than Python can follow") from None
 
     def _split(self, value: Any, spec: Any, path: str) -> list[Any]:
-        if spec is not DEFAULT and is_repeating(spec):
+        if is_repeating(spec):
             return [value] * self._m
         found = inside(value)
         if found is None:
             return list(self._leaf(value, spec, path))
-        specs = [DEFAULT] * found.num_own if spec is DEFAULT else specs_of(found, value, spec, path)
-        before = len(self._rows)
+        specs, before = specs_of(found, value, spec, path), len(self._rows)
         columns = [self._split(part, specs[i], found.path(i, path)) for i, part in enumerate(found.parts[: found.num_own])]
         rows = self._rows[before:]
         if spec is DEFAULT and isinstance(value, (tuple, list, deque)) and not (found.are_fields or path == "args"):
-            self._lists.append(_List(path, value, rows))
+            self._lists.append((path, value, rows))
         for i in range(found.num_own, len(found.parts)):
             columns.append(self._beside(found.parts[i], rows, found.path(i, path)))
         try:
@@ -187,11 +184,7 @@ class Cutting:
             )
 
     def check(self) -> None:
-        """Check that all batches fit together, once all of them are cut.
-
-        Raises:
-            ConfigurationError: batches of different sizes, or a list that may be a list of samples.
-        """
+        """Raise a ConfigurationError if batches have different sizes, or a list may be one of samples, once all are cut."""
         if self._m == 1:
             return
         sizes = {rows.size for rows in self._rows}
@@ -231,14 +224,6 @@ class _Rows(NamedTuple):
     path: str
     is_unspecified: bool
     dim: int
-
-
-class _List(NamedTuple):
-    """A list or tuple without specs, and the values in it that were cut."""
-
-    path: str
-    value: Sequence[Any]
-    rows: Sequence[_Rows]
 
 
 def _way_out(path: str) -> str:

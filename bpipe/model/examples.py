@@ -24,17 +24,14 @@ def examples_of(given: Mapping[str, Any]) -> Examples:
     return {name: _metas(given[name]) for name in COMPARED if given[name] is not None}
 
 
-def check_examples(examples: Examples, stage: int, args: Any, output: Any) -> None:
-    """Compare the examples of a stage with a microbatch.
-
-    Raises:
-        StageError: a shape or a dtype differs, or there are more or fewer tensors.
-    """
+def compare_examples(stage: Any, args: Sequence[Any], output: Any) -> None:
+    """Compare the examples that a stage was given with the first microbatch, and forget them; a StageError says what differs."""
+    examples, stage.examples = stage.examples, {}
     for name, value in zip(COMPARED, (args, output)):
         if name in examples and (found := _metas(value)) != examples[name]:
             raise StageError(
-                f"stage {stage}: {name} promised {_text(examples[name])}, and the first microbatch has {_text(found)}: give "
-                f"{name} as one microbatch has it, or leave it out, because bpipe learns shapes from the first microbatch"
+                f"stage {stage.stage_index}: {name} promised {_text(examples[name])}, and the first microbatch has {_text(found)}: "
+                f"give {name} as one microbatch has it, or leave it out, because bpipe learns shapes from the first microbatch"
             )
 
 
@@ -45,11 +42,7 @@ def inputs_of(stage: Any) -> list[TensorMeta] | None:
 
 
 def is_example(name: str, value: Any) -> bool:
-    """Return whether the value of one of `NAMES` is an example; if not, it stands for the group, given by position.
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
+    """Return whether the value of one of `NAMES` is an example; if not, it stands for the group, given by position."""
     if value is None or isinstance(value, torch.Tensor):
         return True
     is_sequence = isinstance(value, (tuple, list)) and not hasattr(value, "loopback")

@@ -9,7 +9,7 @@ from bpipe.comm.wire.message import PLAIN
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.model.chunks import check_joinable, join
 from bpipe.model.pytree import flattened, inside, refilled
-from bpipe.model.specs import misfit, outline, specs_of
+from bpipe.model.specs import DEFAULT, misfit, outline, specs_of
 
 __all__: list[str] = []
 
@@ -93,15 +93,15 @@ def _nested_like(spec: Any, output: Any) -> Any:
 def _merged(column: Sequence[Any], spec: Any, path: str, join_leaves: Join) -> Any:
     first = column[0]
     found = None if hasattr(spec, "reduce_fn") else inside(first)
+    where = "the output" if path == "output" else path
     if found is None:
         if isinstance(spec, (tuple, list, dict)):
-            raise misfit("the output" if path == "output" else path, first, spec)
+            raise misfit(where, first, spec)
         try:
             return join_leaves(column, spec)
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise TypeError(str(error) if path == "output" else f"{path}: {error}") from error
-    specs = [None] * found.num_own if spec is None else specs_of(found, first, spec, "the output" if path == "output" else path)
-    specs += [None] * (len(found.parts) - found.num_own)
+    specs = specs_of(found, first, DEFAULT if spec is None else spec, where)
     others = [inside(value) for value in column]
     for value, other in zip(column, others):
         if type(value) is not type(first) or other is None or list(other.keys) != list(found.keys):

@@ -20,10 +20,8 @@ from bpipe.torch_private.owners_and_versions import parts_of_sparse
 __all__: list[str] = []
 
 # These values may select a branch, and so other memory and messages; floats do not change shapes.
-SELECTING = (
-    *(bool, int, str, bytes, type(None), type, range, slice, Enum, np.bool_),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-)
+OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+SELECTING = (bool, int, str, bytes, type(None), type, range, slice, Enum, np.bool_, *OF_TORCH)
 _PLAIN = frozenset(PLAIN)
 _FEW = 32  # entries: a longer container is looked at as a whole first, and once if many microbatches share it
 _LONG = 4096  # characters: a longer text is replaced by its digest

@@ -16,27 +16,37 @@ _GATHER = "fully_shard(reshard_after_forward=) says how long gathered weights st
 _CALL = "call schedule.step(...) or schedule.eval(...), which send, receive and compute as the plan says"
 
 SCHEDULE = {
-    "register_custom_function": "set schedule.overlap to run pairs of a forward and a backward in your own way (docs/overlap.md)",
-    **dict.fromkeys(("_calculate_single_rank_operations", "_get_pipeline_order", "_step_microbatches"), _ORDER),
-    "_prepare_schedule_with_comms": _ORDER,
-    "_dump_csv": "call dump_csv",
-    **dict.fromkeys(("_compute_loss", "_maybe_compute_loss", "_maybe_get_loss", "_update_losses", "_internal_losses"), _LOSS),
-    "_split_inputs": "give args_chunk_spec= or kwargs_chunk_spec=, or cut the batch yourself: step(arg_mbs=[...])",
-    **dict.fromkeys(("_merge_outputs", "_output_merge_spec"), "give output_merge_spec="),
-    **dict.fromkeys(("_initialize_stage", "_initialize_stages", "_num_stages", "_simulate", "backward_counter"), _RUN),
-    **dict.fromkeys(("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages"), _RUN),
+    name: way
+    for names, way in (
+        (
+            "register_custom_function",
+            "set schedule.overlap to run pairs of a forward and a backward in your own way (docs/overlap.md)",
+        ),
+        ("_calculate_single_rank_operations _get_pipeline_order _step_microbatches _prepare_schedule_with_comms", _ORDER),
+        ("_dump_csv", "call dump_csv"),
+        ("_compute_loss _maybe_compute_loss _maybe_get_loss _update_losses _internal_losses", _LOSS),
+        ("_split_inputs", "give args_chunk_spec= or kwargs_chunk_spec=, or cut the batch yourself: step(arg_mbs=[...])"),
+        ("_merge_outputs _output_merge_spec", "give output_merge_spec="),
+        ("_initialize_stage _initialize_stages _num_stages _simulate backward_counter", _RUN),
+        ("fwd_recv_ops bwd_recv_ops unshard_ops unsharded_stages", _RUN),
+    )
+    for name in names.split()
 }
 
 STAGE = {
-    **dict.fromkeys(("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"), _CALL),
-    **dict.fromkeys(("forward_maybe_with_nosync", "backward_maybe_with_nosync"), _CALL),
-    **dict.fromkeys(("get_fwd_recv_ops", "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops"), _CALL),
-    **dict.fromkeys(("set_local_fwd_input", "set_local_bwd_input", "get_local_bwd_output"), _CALL),
-    **dict.fromkeys(("start_gradient_reduction", "wait_for_gradient_reduction"), _REDUCE),
-    **dict.fromkeys(("args_recv_info", "act_send_info", "grad_recv_info", "grad_send_info"), _CALL),
-    **dict.fromkeys(("scale_grads", "perform_reduce_grad"), "give the schedule scale_grads=, which scales the loss"),
-    **dict.fromkeys(("fwd_cache", "bwd_cache", "output_chunks", "dw_runner", "chunks", "release_fwd_send_outputs"), _RUN),
-    **dict.fromkeys(("get_outputs_meta", "inputs_meta"), "bpipe learns shapes from the first microbatch, and anew if they change"),
+    name: way
+    for names, way in (
+        ("forward_one_chunk backward_one_chunk backward_weight_one_chunk", _CALL),
+        ("forward_maybe_with_nosync backward_maybe_with_nosync", _CALL),
+        ("get_fwd_recv_ops get_fwd_send_ops get_bwd_recv_ops get_bwd_send_ops", _CALL),
+        ("set_local_fwd_input set_local_bwd_input get_local_bwd_output", _CALL),
+        ("start_gradient_reduction wait_for_gradient_reduction", _REDUCE),
+        ("args_recv_info act_send_info grad_recv_info grad_send_info", _CALL),
+        ("scale_grads perform_reduce_grad", "give the schedule scale_grads=, which scales the loss"),
+        ("fwd_cache bwd_cache output_chunks dw_runner chunks release_fwd_send_outputs", _RUN),
+        ("get_outputs_meta inputs_meta", "bpipe learns shapes from the first microbatch, and anew if they change"),
+    )
+    for name in names.split()
 }
 
 OPTIONS = {  # of schedules since torch 2.15, which act on its runtime: torch's default, and what does instead of another value
@@ -51,11 +61,7 @@ OPTIONS = {  # of schedules since torch 2.15, which act on its runtime: torch's 
 
 
 def check_options(owner: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return a schedule's options without those that act on torch's runtime alone.
-
-    Raises:
-        ConfigurationError: one of these is not torch's default; the message names the way out.
-    """
+    """Return a schedule's options without those of torch's runtime alone, of which a ConfigurationError refuses other values."""
     for name, (default, way) in OPTIONS.items():
         if (value := options.get(name, default)) != default:
             raise ConfigurationError(f"{owner} takes no {name}={value!r}, which acts on torch's runtime: {way}")
@@ -63,21 +69,13 @@ def check_options(owner: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_missing(owner: str, name: str, names: dict[str, str]) -> None:
-    """Raise if an attribute that a stage or a schedule does not have belongs to torch's runtime.
-
-    Raises:
-        AttributeError: it does; the message names the way out.
-    """
+    """Raise an AttributeError if an attribute that a stage or a schedule does not have belongs to torch's runtime."""
     if name in names:
         raise AttributeError(f"{owner} has no {name}, which is part of torch's runtime: {names[name]}")
 
 
 def check_overrides(kind: type, names: dict[str, str]) -> None:
-    """Raise if a class overrides a method that torch calls and bpipe does not.
-
-    Raises:
-        ConfigurationError: it does.
-    """
+    """Raise a ConfigurationError if a class overrides a method that torch calls and bpipe does not."""
     own = (base for base in kind.__mro__ if not base.__module__.startswith("bpipe."))
     for name in {name for base in own for name in vars(base)} & names.keys():
         raise ConfigurationError(f"{kind.__name__} overrides {name}, which bpipe does not call: {names[name]}")

@@ -84,7 +84,7 @@ def _known(value: Any) -> Inside | None:
         items = dict(value.items())
         return _like(value, list(items), list(items.values()), _put_items, are_fields=False)
     if isinstance(value, list):
-        return _like(value, range(len(value)), list(value), _put_all, are_fields=False)
+        return _like(value, range(len(value)), list(value), _put_items, are_fields=False)
     if is_dataclass(value):
         names = [field.name for field in fields(value) if hasattr(value, field.name)]
         return _like(value, names, [getattr(value, name) for name in names], _put_fields, are_fields=True)
@@ -94,10 +94,6 @@ def _known(value: Any) -> Inside | None:
 def _put_items(new: Any, keys: Sequence[Any], parts: Sequence[Any]) -> None:
     for key, part in zip(keys, parts):
         new[key] = part
-
-
-def _put_all(new: Any, keys: Sequence[Any], parts: Sequence[Any]) -> None:
-    new[:] = parts
 
 
 def _put_fields(new: Any, keys: Sequence[Any], parts: Sequence[Any]) -> None:
@@ -140,11 +136,7 @@ def _copy(value: Any) -> Any:
 
 
 def _checked(make: Callable[[Sequence[Any]], Any], keys: Sequence[Any], parts: Sequence[Any]) -> Any:
-    """Make a value from parts, and check it by reading them back.
-
-    Raises:
-        TypeError: it could not be made, or holds something else.
-    """
+    """Make a value from parts, and check it by reading them back; raise a TypeError if it holds something else."""
     try:
         new = make(parts)
         again = inside(new)
@@ -245,5 +237,7 @@ def mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Return a pytree like another one, with each tensor changed; a value that is not a pytree stays the same."""
     if isinstance(value, torch.Tensor):
         return change(value)
+    if isinstance(value, PackedSequence):
+        return value._replace(data=change(value.data))
     found = inside(value)
     return value if found is None else found.make([mapped(change, part) for part in found.parts])

@@ -16,20 +16,24 @@ DEFAULT = object()  # no spec was given: dimension 0 of every value that holds s
 
 def is_repeating(spec: Any) -> bool:
     """Return whether a spec says that every microbatch gets the value whole: None, or torch's `_Replicate`."""
-    return not hasattr(spec, "split_dim") and inside(spec) is None
+    return spec is not DEFAULT and not hasattr(spec, "split_dim") and inside(spec) is None
 
 
 def specs_of(found: Inside, value: Any, spec: Any, path: str) -> list[Any]:
-    """Return the specs of the parts of a value: by key, in any order, or by position."""
+    """Return the specs of the parts of a value: by key, in any order, or by position; those beside its own have none."""
+    if spec is DEFAULT:
+        return [DEFAULT] * len(found.parts)
     keys = list(found.keys[: found.num_own])
-    if isinstance(spec, Mapping) and len(spec) == len(keys) and all(key in spec for key in keys):
-        return [spec[key] for key in keys]
-    if isinstance(spec, (tuple, list)) and len(spec) == len(keys) and not isinstance(value, Mapping):
-        return list(spec)
     alike = inside(spec) if type(spec) is type(value) else None
-    if alike is not None and list(alike.keys[: alike.num_own]) == keys:
-        return list(alike.parts[: alike.num_own])
-    raise misfit(path, value, spec)
+    if isinstance(spec, Mapping) and len(spec) == len(keys) and all(key in spec for key in keys):
+        own = [spec[key] for key in keys]
+    elif isinstance(spec, (tuple, list)) and len(spec) == len(keys) and not isinstance(value, Mapping):
+        own = list(spec)
+    elif alike is not None and list(alike.keys[: alike.num_own]) == keys:
+        own = list(alike.parts[: alike.num_own])
+    else:
+        raise misfit(path, value, spec)
+    return own + [DEFAULT] * (len(found.parts) - len(own))
 
 
 def misfit(path: str, value: Any, spec: Any) -> ConfigurationError:

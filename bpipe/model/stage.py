@@ -19,7 +19,7 @@ from bpipe.device import with_index
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.memory.makeup import Makeups
 from bpipe.model.cut import cut_of
-from bpipe.model.examples import NAMES, Example, check_examples, examples_of, inputs_of, is_example
+from bpipe.model.examples import NAMES, Example, examples_of, inputs_of, is_example
 from bpipe.model.of_torch_alone import STAGE, check_missing, check_overrides
 from bpipe.model.torch_graph import TracedCalls, mark_copies
 from bpipe.not_copied import NotCopied
@@ -137,8 +137,10 @@ class PipelineStage(NotCopied):
             )
         given: dict[str, Any] = dict(zip(NAMES, (input_args, output_args, output_grads, input_grads)))
         for name, value in given.items():
-            if not is_example(name, value):
-                given[name], group = None, _only_group(group, value, name)
+            if not is_example(name, value):  # but the group, which stood there in an earlier order of the arguments
+                if group is not None:
+                    raise ConfigurationError(f"{name} is a {type(value).__qualname__}, and group= was given too: give one group")
+                given[name], group = None, value
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
@@ -270,11 +272,7 @@ class _AdoptedStage(PipelineStage):
 
 
 def in_context(stage: PipelineStage, microbatch: int) -> Callable[..., Any]:
-    """Return the module as it runs for a microbatch inside the context that is registered.
-
-    Raises:
-        StageError: from the call of what is returned, if the context hides an error of the module.
-    """
+    """Return the module as it runs for a microbatch inside the context that is registered, which must not hide its errors."""
     from bpipe.as_torch.stage_info import PipelineStageInfo
 
     (context_factory,) = stage.forward_contexts.values()
@@ -291,22 +289,8 @@ def in_context(stage: PipelineStage, microbatch: int) -> Callable[..., Any]:
     return run
 
 
-def compare_examples(stage: PipelineStage, args: Sequence[Any], output: Any) -> None:
-    """Compare the examples that were given with the first microbatch, and forget them.
-
-    Raises:
-        StageError: a shape or a dtype differs, or there are more or fewer tensors.
-    """
-    examples, stage.examples = stage.examples, {}
-    check_examples(examples, stage.stage_index, args, output)
-
-
 def find_mesh(stage: PipelineStage, names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
-    """Return the mesh for this stage's shards of DTensors that come from a device mesh with these names and this shape.
-
-    Raises:
-        StageError: none is known.
-    """
+    """Return the mesh for this stage's shards of DTensors that come from a device mesh with these names and this shape."""
     mesh = mesh_among([*stage.submod.parameters(), *stage.submod.buffers()], names, shape)
     if mesh is None and stage._get_mesh is not None and names is not None:
         mesh = stage._get_mesh(names, None)
@@ -352,13 +336,6 @@ def stages_of(given: Any, *, may_be_uneven: bool = False) -> dict[int, PipelineS
             "put each stage on one rank, and equally many on every rank (only FromPlan and FromCSV run uneven placements)"
         )
     return by_index
-
-
-def _only_group(group: Any, value: Any, name: str) -> Any:
-    """Return what was given in the place of `name`, where the group was in an earlier order of the arguments."""
-    if group is not None:
-        raise ConfigurationError(f"{name} is a {type(value).__qualname__}, and group= was given too: give one group")
-    return value
 
 
 def _device_of(module: torch.nn.Module) -> torch.device:

@@ -91,14 +91,12 @@ def check_ties(modules: Mapping[int, nn.Module], trained: Trained, *, are_alone:
         trained: finds the sharded parameters for those that are gathered.
         are_alone: whether the other stages are in other processes; if not, all must have the very same weight.
         are_summed: whether the gradients of copies can be summed before an optimizer steps.
-
-    Raises:
-        ConfigurationError: each process, or each stage, would train a copy of its own.
     """
     for number, module in modules.items():
-        ties, cut = _ties_of(module)
-        for tie in () if ties is None else ties.shared:
-            assert ties is not None and cut is not None
+        if (cut := _cut_in(module)) is None:
+            continue
+        ties: Ties = vars(cut)[MARK]
+        for tie in ties.shared:
             begin = number - ties.stage  # of the model among the stages: there may be one for each direction, or replica
             here = {begin + stage: tie[stage] for stage in tie if begin + stage in modules}
             elsewhere = [stage for stage in tie if begin + stage not in modules]
@@ -131,14 +129,14 @@ def _refusal(tie: Tie, stage: int, elsewhere: Sequence[int], *, is_weight: bool)
     )
 
 
-def _ties_of(module: nn.Module) -> tuple[Ties | None, nn.Module | None]:
-    """Return the ties of a stage's module, and the module that has them: it, or what is inside of wrappers such as DDP."""
+def _cut_in(module: nn.Module) -> nn.Module | None:
+    """Return the module with the mark of a stage's ties: it, or what is inside of wrappers such as DDP; None if none has it."""
     children = list(module.children())
     inner = next((one for one in children if MARK in vars(one)), None)
     if inner is None and MARK in vars(module):
-        return vars(module)[MARK], module
+        return module
     inner = children[0] if inner is None and len(children) == 1 else inner
-    return (None, None) if inner is None else _ties_of(inner)
+    return None if inner is None else _cut_in(inner)
 
 
 def _named(module: nn.Module, name: str) -> Sequence[torch.Tensor]:
@@ -166,7 +164,7 @@ def _are_one(own: Sequence[torch.Tensor], here: Mapping[int, Sequence[str]], mod
     """Return whether the stages of this rank still share a weight."""
     found = [own]
     for stage, names in here.items():
-        _, cut = _ties_of(modules[stage])
+        cut = _cut_in(modules[stage])
         found.append([] if cut is None else [one for name in names for one in _named(cut, name)])
     storages = [{address_of(one.untyped_storage()) for one in tensors if is_plain(one)} for tensors in found]
     return all(not one or not storages[0] or one & storages[0] for one in storages)

@@ -14,11 +14,7 @@ __all__: list[str] = []
 
 
 class TracedCalls:
-    """How the stages of torch's tracer are called where one of them needs values of others than the one before.
-
-    Args:
-        graph: calls the stages, one after the other.
-    """
+    """How the stages of torch's tracer, which a graph calls one after the other, are called where one needs values of several."""
 
     def __init__(self, graph: Any) -> None:
         stages = stages_in(graph)
@@ -38,11 +34,7 @@ class TracedCalls:
         self._passed = [[name for name in names if name in users.keys() - self.skips.keys()] for names in self._arguments]
 
     def run(self, stage: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a stage's module as the tracer has left it, and return what it makes as a stage with skips does.
-
-        Raises:
-            StageError: an argument of the model that the stage needs was not given on its rank.
-        """
+        """Call a stage's module as the tracer has left it, and return what it makes as a stage with skips does."""
         index = stage.stage_index
         if index:
             kwargs |= zip(self._passed[index], args)

@@ -7,22 +7,22 @@ schedule's plan says what each rank holds, so that any schedule, several stages 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Literal, get_args
 
-from bpipe.checks import check_count, check_length, of_each_rank
+from bpipe.checks import budgets_of, check_choice, check_count
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.partition.choice import StageChoice
 from bpipe.partition.cut_search import Ends, best_of_all, even, improved, narrowest, pieces
 from bpipe.partition.holdings import Holdings
-from bpipe.partition.layers import OF_STAGES, Chain, LayerCost
+from bpipe.partition.layers import Chain, LayerCost
 from bpipe.schedules import Link, Plan, build, simulate
 from bpipe.schedules.registry import rule_named
 
 __all__ = ["choose_stages"]
 
 Objective = Literal["time", "memory"]
-
-Limits = Sequence[float]
 
 
 def choose_stages(
@@ -77,16 +77,15 @@ def choose_stages(
         raise ConfigurationError(
             f"{len(layers)} layers do not fill {num_stages} stages: ask for fewer stages, or name smaller layers"
         )
-    if objective not in get_args(Objective):
-        raise ConfigurationError(f"objective={objective!r}: give 'time' or 'memory'")
+    check_choice("objective", objective, get_args(Objective))
     if rule_named(schedule).placement.directions > 1:
         raise ConfigurationError(
             f"{schedule} holds every stage twice: choose the stages of one direction, with schedule='zbv' for instance, and use "
             "them for both"
         )
     plan = build(schedule, num_stages, num_microbatches, num_ranks=num_ranks, slots=slots, slices=slices)
-    weights = None if slice_lengths is None else _weights(slice_lengths, slices)
-    task = Task(Chain(layers), plan, _limits(memory_bytes, plan.num_ranks), weights)
+    limits = [float("inf") if one is None else one for one in budgets_of("memory_bytes", memory_bytes, plan.num_ranks)]
+    task = Task(Chain(layers), plan, limits, None if slice_lengths is None else _weights(slice_lengths, slices))
     ends = task.best(by_time=objective == "time")
     if task.excess(task.rank_bytes(ends)):
         raise BudgetError(_too_full(task, ends))
@@ -96,7 +95,7 @@ def choose_stages(
 class Task:
     """A chain to be cut for a plan, within limits; slices keep bytes by their weights."""
 
-    def __init__(self, chain: Chain, plan: Plan, limits: Limits, weights: Sequence[int] | None = None) -> None:
+    def __init__(self, chain: Chain, plan: Plan, limits: Sequence[float], weights: Sequence[int] | None = None) -> None:
         self.chain, self.plan, self.limits, self.weights = chain, plan, limits, weights
         self.holdings = Holdings(plan, weights)
 
@@ -104,12 +103,8 @@ class Task:
         """Return the best cuts, or if none is within the limits, those that exceed them least."""
         if self.holdings.are_own:
             return self._exact(by_time)
-        n, s = len(self.chain), self.plan.num_stages
-
-        def score(ends: Ends) -> tuple[float, ...]:
-            return self.score(ends, by_time=by_time)
-
-        return best_of_all(n, s, score) or improved(self._starts(), score)
+        score = partial(self.score, by_time=by_time)
+        return best_of_all(len(self.chain), self.plan.num_stages, score) or improved(self._starts(), score)
 
     def score(self, ends: Ends, *, by_time: bool) -> tuple[float, ...]:
         """Score cuts, lower is better: the excess over the limits, the slowest rank, the fullest (or vice versa), then the next."""
@@ -166,18 +161,15 @@ class Task:
 
     def choice(self, ends: Ends, link: Link) -> StageChoice:
         """Return the choice that these cuts make, with the costs of its stages and the simulated step."""
-        chain, stages = self.chain, pieces(ends)
-        costs = chain.costs(stages, link=link)
+        stages = pieces(ends)
+        costs = self.chain.costs(stages)
         lengths = None if self.weights is None else [weight / sum(self.weights) for weight in self.weights]
         return StageChoice(
-            stages=tuple(chain.names(*piece) for piece in stages),
-            schedule=self.plan.name,
-            num_microbatches=self.plan.num_microbatches,
-            stage_ranks=self.plan.stage_ranks,
+            stages=tuple(self.chain.names(*piece) for piece in stages),
+            plan=self.plan,
+            costs=costs,
             rank_bytes=tuple(self.rank_bytes(ends)),
-            step_s=simulate(self.plan, costs.of_slices(self.plan, lengths=lengths)).makespan_s,
-            slices=self.plan.slices,
-            **{name: getattr(costs, name) for name in OF_STAGES},
+            step_s=simulate(self.plan, replace(costs, link=link).of_slices(self.plan, lengths=lengths)).makespan_s,
         )
 
 
@@ -186,15 +178,6 @@ def _weights(lengths: Sequence[float], slices: int) -> list[int]:
     if len(lengths) != slices or not all(length > 0 for length in lengths):
         raise ConfigurationError(f"slice_lengths={list(lengths)}: give {slices} positive numbers, one for each slice")
     return [max(1, round(length / sum(lengths) * 1e6)) for length in lengths]
-
-
-def _limits(memory_bytes: int | Sequence[int | None] | None, num_ranks: int) -> Limits:
-    given = of_each_rank(memory_bytes, num_ranks)
-    check_length("memory_bytes", given, num_ranks, "ranks")
-    for one in given:
-        if one is not None:
-            check_count("memory_bytes", one)
-    return [float("inf") if one is None else one for one in given]
 
 
 def _too_full(task: Task, ends: Ends) -> str:

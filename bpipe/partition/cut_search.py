@@ -66,15 +66,7 @@ def cheapest(
 
 
 def narrowest(num_layers: int, num_stages: int, cost: Cost, fits: Callable[[int, int, int], bool] | None = None) -> Ends | None:
-    """Cut so that the most expensive stage costs as little as possible.
-
-    Args:
-        cost: `cost(stage, start, end)`.
-        fits: `fits(stage, start, end)`, whether a stage may have these layers at all; default: always.
-
-    Returns:
-        The ends, or None where nothing fits.
-    """
+    """Cut so that the most expensive stage costs as little as possible; None where no cut has stages that all fit."""
 
     def where_it_fits(stage: int, start: int, end: int) -> float:
         return cost(stage, start, end) if fits is None or fits(stage, start, end) else inf

@@ -13,7 +13,7 @@ from bpipe.simulator.costs import Costs
 
 __all__ = ["LayerCost"]
 
-OF_STAGES = ("forward_s", "backward_s", "input_s", "weight_s", "saved_bytes", "output_bytes", "static_bytes")
+TIMES = ("forward_s", "backward_s", "input_s", "weight_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,9 @@ class Chain:
 
     def __init__(self, layers: Sequence[LayerCost]) -> None:
         self.layers = tuple(layers)
-        self._forward = _sums(layer.forward_s for layer in self.layers)
-        self._backward = _sums(layer.backward_s for layer in self.layers)
-        halves = [halves_s(layer) for layer in self.layers]
-        self._input, self._weight = _sums(input_s for input_s, _ in halves), _sums(weight_s for _, weight_s in halves)
+        times = [(one.forward_s, one.backward_s, *halves_s(one)) for one in self.layers]
+        self._times = {name: _sums(of_layer[place] for of_layer in times) for place, name in enumerate(TIMES)}
+        self._forward, self._backward = self._times["forward_s"], self._times["backward_s"]
         self._saved = _sums(layer.saved_bytes for layer in self.layers)
         self._shared = _sums(layer.shared_bytes for layer in self.layers)
         self._static = _sums(layer.static_bytes for layer in self.layers)
@@ -80,31 +79,9 @@ class Chain:
     def __len__(self) -> int:
         return len(self.layers)
 
-    def forward_s(self, start: int, end: int) -> float:
-        """Return the seconds of a forward."""
-        return self._forward[end] - self._forward[start]
-
-    def backward_s(self, start: int, end: int) -> float:
-        """Return the seconds of a backward."""
-        return self._backward[end] - self._backward[start]
-
-    def input_s(self, start: int, end: int) -> float:
-        """Return the seconds of the half of a split backward that computes the gradients of inputs, half of it if not measured.
-
-        In a stage that begins with a model's input, which needs no gradient, nothing is left of it: all of its backward waits.
-        """
-        return 0.0 if self._waits(start) else self._input[end] - self._input[start]
-
-    def weight_s(self, start: int, end: int) -> float:
-        """Return the seconds of the other half."""
-        return self.backward_s(start, end) if self._waits(start) else self._weight[end] - self._weight[start]
-
-    def _waits(self, start: int) -> bool:
-        return start == 0 and self.layers[0].input_s == 0
-
     def seconds(self, start: int, end: int) -> float:
         """Return the seconds of a microbatch: forward and backward."""
-        return self.forward_s(start, end) + self.backward_s(start, end)
+        return self._forward[end] - self._forward[start] + (self._backward[end] - self._backward[start])
 
     def saved_bytes(self, start: int, end: int) -> int:
         """Return the bytes that a microbatch keeps, counting once what two neighbours share."""
@@ -114,14 +91,22 @@ class Chain:
         """Return the bytes that stay throughout."""
         return int(self._static[end] - self._static[start])
 
-    def output_bytes(self, start: int, end: int) -> int:
-        """Return the bytes that the last of these layers sends."""
-        return self.layers[end - 1].output_bytes
-
     def costs(self, stages: Sequence[tuple[int, int]], **options: Any) -> Costs:
-        """Return what stages cost, given the start and the end of each, with other options of `Costs`."""
-        of_stages: dict[str, Any] = {name: tuple(getattr(self, name)(*stage) for stage in stages) for name in OF_STAGES}
-        return Costs(**of_stages, **options)
+        """Return what stages cost, given the start and the end of each, with other options of `Costs`.
+
+        Where a stage begins with a model's input, which needs no gradient, all of its backward is for weights.
+        """
+        times: dict[str, Any] = {name: [sums[end] - sums[start] for start, end in stages] for name, sums in self._times.items()}
+        for stage, (start, _) in enumerate(stages):
+            if start == 0 and self.layers[0].input_s == 0:
+                times["input_s"][stage], times["weight_s"][stage] = 0.0, times["backward_s"][stage]
+        return Costs(
+            **times,
+            saved_bytes=[self.saved_bytes(*stage) for stage in stages],
+            output_bytes=[self.layers[end - 1].output_bytes for _, end in stages],
+            static_bytes=[self.static_bytes(*stage) for stage in stages],
+            **options,
+        )
 
     def names(self, start: int, end: int) -> tuple[str, ...]:
         """Return the names of these layers' modules."""

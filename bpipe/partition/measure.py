@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,11 +18,12 @@ from bpipe.device import synchronize
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.bench import Forward, halves_s
 from bpipe.memory.saved.storages import element_bytes
+from bpipe.model.microbatch import tensors_in
 from bpipe.model.preserve_state import preserved_state
+from bpipe.model.pytree import mapped
 from bpipe.partition.layers import LayerCost
 from bpipe.partition.name_lists import CONTAINERS, Names, is_series
 from bpipe.partition.observe import Loss, Seen, observed
-from bpipe.torch_private.pytrees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = ["measure_layers"]
 
@@ -31,13 +32,7 @@ STATE_BYTES, MASTER_BYTES = 8, 4  # Adam's two moments in fp32, and an fp32 copy
 Measured = Callable[[Callable[[], Any]], tuple[Any, float]]  # runs something, and returns its result and its seconds
 
 
-class Timed(NamedTuple):
-    """The seconds of a forward, of its backward, and of both halves of a split one."""
-
-    forward_s: float
-    backward_s: float
-    input_s: float
-    weight_s: float
+Times = Sequence[float]  # the seconds of a forward, of its backward, and of both halves of a split one
 
 
 def measure_layers(
@@ -82,11 +77,9 @@ def measure_layers(
         >>> [(one.names, one.saved_bytes, one.shared_bytes) for one in measure_layers(model, torch.zeros(1, 8))]
         [(('0',), 0, 0), (('1',), 32, 0), (('2',), 32, 32)]
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"measure_layers measures an nn.Module, got {type(model).__qualname__}")
     check_count("repeats", repeats)
     check_positive("flops_per_s", flops_per_s)
-    names = Names(model)
+    names = Names(model, "measure_layers measures")
     if isinstance(layers, str):
         raise ConfigurationError(f"layers={layers!r}: give a list of names, such as [{layers!r}]")
     groups = None if layers is None else [(one,) if isinstance(one, str) else tuple(one) for one in layers]
@@ -94,8 +87,8 @@ def measure_layers(
     args = example if isinstance(example, tuple) else (example,)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if is_meta:
-        args, kwargs, target = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs, target))
-    measured, num_runs = (_operations(flops_per_s), 1) if is_meta else (_clock(_devices(model, args, kwargs)), repeats + 1)
+        args, kwargs, target = mapped(lambda one: one.to("meta"), (args, kwargs, target))
+    measured, num_runs = (_operations(flops_per_s), 1) if is_meta else (_clock(model, args, kwargs), repeats + 1)
     with preserved_state([model]), torch.enable_grad():
         seen = observed(model, modules, args, kwargs or {}, loss_fn, target)
         times = {name: _timed(modules.get(name, loss_fn), one, measured, num_runs) for name, one in seen.items()}
@@ -104,12 +97,6 @@ def measure_layers(
         raise ConfigurationError(f"{', '.join(silent[:8])} did not run in the model's forward: in layers=, name modules that run")
     _check_order(groups or [], list(seen))
     return tuple(_costs(names, groups or list(_found(names, seen)), seen, times, bytes_per_parameter))
-
-
-def _devices(model: nn.Module, *values: object) -> set[torch.device]:
-    """Return the devices that a model and its inputs are on."""
-    tensors = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))]
-    return {tensor.device for tensor in tensors}
 
 
 def _modules(names: Names, groups: list[tuple[str, ...]] | None) -> dict[str, nn.Module]:
@@ -146,8 +133,9 @@ def _found(names: Names, seen: Iterable[str]) -> Iterator[tuple[str, ...]]:
         yield from ((name,) for name in members) if is_entry else (members,)
 
 
-def _clock(devices: Collection[torch.device]) -> Measured:
-    """Measure the seconds that work on some devices takes."""
+def _clock(model: nn.Module, *inputs: object) -> Measured:
+    """Measure the seconds that work takes on the devices of a model and its inputs."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers(), *tensors_in(inputs))}
 
     def now() -> float:
         for device in devices:
@@ -173,49 +161,53 @@ def _operations(flops_per_s: float) -> Measured:
     return measured
 
 
-def _timed(run: Callable[..., Any] | None, seen: Seen, measured: Measured, num_runs: int) -> Timed:
+def _timed(run: Callable[..., Any] | None, seen: Seen, measured: Measured, num_runs: int) -> Times:
     """Run a module alone, some times; return the median of all runs but the first."""
     times = [_alone(run, seen, measured) for _ in range(num_runs)]
-    return Timed(*map(median, zip(*(times[1:] or times))))
+    return [*map(median, zip(*(times[1:] or times)))]
 
 
-def _alone(run: Callable[..., Any] | None, seen: Seen, measured: Measured) -> Timed:
+def _alone(run: Callable[..., Any] | None, seen: Seen, measured: Measured) -> Times:
     """Run a module on what it was given, forward and backward; then again, with a backward in halves."""
     assert run is not None, "only the loss has no module"
-    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, (seen.args, seen.kwargs))  # a clone may be changed in place
+    args, kwargs = mapped(torch.Tensor.clone, (seen.args, seen.kwargs))  # a clone may be changed in place
     output, forward_s = measured(lambda: run(*args, **kwargs))
     results = _differentiable(output)
     if not results:
-        return Timed(forward_s, 0.0, 0.0, 0.0)
+        return forward_s, 0.0, 0.0, 0.0
     gradients = [torch.ones_like(one) for one in results]
     backward_s = measured(lambda: torch.autograd.backward(results, gradients))[1]
     if not _differentiable([seen.args, seen.kwargs]):
-        return Timed(forward_s, backward_s, 0.0, backward_s)
+        return forward_s, backward_s, 0.0, backward_s
     module = run if isinstance(run, nn.Module) else nn.Module()
-    return Timed(forward_s, backward_s, *halves_s(module, lambda: _entered(run, seen), measured, {}))
+    return forward_s, backward_s, *halves_s(module, lambda: _entered(run, seen), measured, {})
 
 
 def _entered(run: Callable[..., Any], seen: Seen) -> Forward:
     """Run the forward of a module as if its inputs had come from another stage."""
-    leaves, tree = tree_flatten((seen.args, seen.kwargs))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    entered, box = enter([leaves[at].detach().clone() for at in places], [leaves[at].requires_grad for at in places])
-    for place, tensor in zip(places, entered):
-        leaves[place] = tensor
-    args, kwargs = tree_unflatten(leaves, tree)
+    given: list[torch.Tensor] = []
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        given.append(tensor)
+        return tensor
+
+    inputs = mapped(noted, (seen.args, seen.kwargs))
+    entered, box = enter([one.detach().clone() for one in given], [one.requires_grad for one in given])
+    left = iter(entered)
+    args, kwargs = mapped(lambda _: next(left), inputs)
     results = _differentiable(run(*args, **kwargs))
     return Forward(edges_of(results), [torch.ones_like(one) for one in results], box, [], [])
 
 
 def _differentiable(values: Any) -> list[torch.Tensor]:
-    return [one for one in tree_leaves(values) if isinstance(one, torch.Tensor) and one.requires_grad]
+    return [one for one in tensors_in(values) if one.requires_grad]
 
 
 def _costs(
     names: Names,
     groups: Sequence[tuple[str, ...]],
     seen: dict[str, Seen],
-    times: dict[str, Timed],
+    times: dict[str, Times],
     bytes_per_parameter: float | None,
 ) -> Iterator[LayerCost]:
     before: dict[int, Any] = {}

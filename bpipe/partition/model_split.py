@@ -7,10 +7,11 @@ from itertools import pairwise
 
 from torch import nn
 
+from bpipe.checks import check_choice
 from bpipe.errors import ConfigurationError
 from bpipe.model.cut import mark
 from bpipe.partition.name_lists import Names
-from bpipe.partition.skeleton import check_kind, skeleton
+from bpipe.partition.skeleton import KINDS, skeleton
 
 __all__ = ["at_cuts", "split_model"]
 
@@ -58,9 +59,7 @@ def split_model(
         >>> list(last.state_dict()), last[0] is model[2]
         (['2.weight', '2.bias'], True)
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"split_model cuts an nn.Module, got {type(model).__qualname__}")
-    names = Names(model)
+    names = Names(model, "split_model cuts")
     lists = names.in_step([listed(one) for one in stages])
     names.check(lists, keep_positions=keep_positions)
     kinds = _kinds(missing, names)
@@ -103,10 +102,10 @@ def listed(names: Sequence[str]) -> list[str]:
 def _kinds(missing: Missing, names: Names) -> dict[str, str]:
     """Return the kind of placeholder of each missing module by name, and under "" that of all others."""
     if isinstance(missing, str):
-        check_kind(missing, "missing")
+        check_choice("missing", missing, [*KINDS])
         return {"": missing}
     for name, kind in missing.items():
-        check_kind(kind, f"missing[{name!r}]")
+        check_choice(f"missing[{name!r}]", kind, [*KINDS])
         if name not in names.modules:
             raise ConfigurationError(f"missing[{name!r}]: the model has no such module")
     return {"": "pass", **missing}

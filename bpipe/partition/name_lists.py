@@ -21,7 +21,9 @@ MOST_SHOWN = 8
 class Names:
     """The fully qualified names of a model's modules, parameters and buffers; one with several names is under each of them."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, caller: str) -> None:
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError(f"{caller} an nn.Module, got {type(model).__qualname__}")
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.tensors: dict[str, torch.Tensor] = {
             **dict(model.named_parameters(remove_duplicate=False)),
@@ -50,7 +52,7 @@ class Names:
             *self._disordered(stages),
             *self._out_of_step(stages, keep_positions),
         ]
-        _raise_all(f"these {len(stages)} stages are not a split of the model:", problems)
+        raise_all(f"these {len(stages)} stages are not a split of the model:", problems)
 
     def check_known(self, layers: Sequence[Sequence[str]]) -> None:
         """Raise unless each name is in the model, is given once, and is not inside another one that is given."""
@@ -61,7 +63,7 @@ class Names:
                 around = [one for one in place if name.startswith(f"{one}.")]
                 problems += [f"{name} of layer {index} is part of {one} of layer {place[one]}" for one in around]
                 problems += [f"{name} is in layers {index} and {place[name]}"] * (place[name] != index)
-        _raise_all("these are not layers of the model:", problems)
+        raise_all("these are not layers of the model:", problems)
 
     def is_kept(self, name: str, kept: Iterable[str]) -> bool:
         """Return whether a stage that keeps some names has a module or tensor: it, or a module around it, is named."""
@@ -147,7 +149,8 @@ class Names:
                     yield parameters, same
 
 
-def _raise_all(headline: str, problems: list[str]) -> None:
+def raise_all(headline: str, problems: list[str]) -> None:
+    """Raise a ConfigurationError with the first problems of several, if there are any."""
     if problems:
         more = [f"... and {len(problems) - MOST_SHOWN} more"] * (len(problems) > MOST_SHOWN)
         raise ConfigurationError("\n  ".join([headline, *problems[:MOST_SHOWN], *more]))

@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from bpipe.errors import ConfigurationError
 from bpipe.memory.saved.storages import Storage, element_bytes, keys_of, storages_of
+from bpipe.model.microbatch import tensors_in
+from bpipe.model.pytree import mapped
 from bpipe.torch_private.operators import flash_attention
 from bpipe.torch_private.owners_and_versions import address_of
-from bpipe.torch_private.pytrees import tree_leaves, tree_map_only
 
 __all__: list[str] = []
 
@@ -43,8 +44,7 @@ def observed(
     target: Any,
 ) -> dict[str, Seen]:
     """Run a model once; return the observations of some modules, in the order that they ran in, and of the loss, under ""."""
-    given = [one for one in tree_leaves([args, kwargs, target]) if isinstance(one, torch.Tensor)]
-    non_activations = keys_of([*model.parameters(), *model.buffers(), *given])
+    non_activations = keys_of([*model.parameters(), *model.buffers(), *tensors_in([args, kwargs, target])])
     seen: dict[str, Seen] = {}  # what is saved counts for the last one
 
     def enter(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ def observed(
         seen[name] = Seen(_detached(args), _detached(kwargs))
 
     def leave(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        seen[name].output_bytes = sum(element_bytes(one) for one in tree_leaves(output) if isinstance(one, torch.Tensor))
+        seen[name].output_bytes = sum(map(element_bytes, tensors_in(output)))
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if seen:
@@ -66,8 +66,8 @@ def observed(
 
     with ExitStack() as hooks:
         for name, module in modules.items():
-            hooks.callback(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True).remove)
-            hooks.callback(module.register_forward_hook(partial(leave, name)).remove)
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(partial(leave, name)))
         hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
         if any(parameter.is_meta for parameter in model.parameters()):
             hooks.enter_context(_FusedAttention())
@@ -89,4 +89,4 @@ class _FusedAttention(TorchFunctionMode):
 
 def _detached(tree: Any) -> Any:
     """Detach tensors from their graph; those that required a gradient still do."""
-    return tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), tree)
+    return mapped(lambda one: one.detach().requires_grad_(one.requires_grad), tree)

@@ -6,17 +6,17 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from bpipe.errors import format_error
+from bpipe.model.pytree import flattened
 from bpipe.partition.shrink import shrunk, text_config
-from bpipe.partition.split_check import Difference, difference
+from bpipe.partition.split_check import DifferenceError, compare
 from bpipe.torch_private.modules import hooks_of
-from bpipe.torch_private.pytrees import tree_leaves
 
 __all__: list[str] = []
 
@@ -37,16 +37,19 @@ class NotProvenError(Exception):
 
 
 @contextmanager
-def proving_nothing(why: str) -> Iterator[None]:
-    """Raise a NotProvenError with a reason in place of any error."""
+def proving_nothing(why: str, *, is_needed: bool = True) -> Iterator[None]:
+    """Raise a NotProvenError with a reason in place of any error but a DifferenceError; if it is not needed, suppress it."""
     try:
         yield
+    except DifferenceError:
+        raise
     except Exception as error:
-        raise NotProvenError(f"{why}: {format_error(error)}") from error
+        if is_needed:
+            raise NotProvenError(f"{why}: {format_error(error)}") from error
 
 
-def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Difference | None:
-    """Cut a small model of the same kind, and return how its stages differ from it in outputs or gradients, bit for bit.
+def prove_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> None:
+    """Cut a small model of the same kind, whose stages must have its outputs and gradients, bit for bit.
 
     The small model is a copy of the model where that is small and has values, and otherwise one of a smaller configuration. Random
     values are added to its parameters, so that no weight hides behind a zero. It is in train mode, with its configured dropout.
@@ -56,20 +59,19 @@ def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Differenc
         cut_small: makes the stages of a model with other sizes and fewer layers.
 
     Raises:
+        DifferenceError: they have others.
         NotProvenError: no small model could be made, or it does not run; the cause says why.
     """
     with on_cpu():
         with proving_nothing(NO_MODEL):
-            twin, is_copy = _twin(model)
-            parts = (cut if is_copy else cut_small)(twin)
+            whole = _copied(model)
+            twin = filled(rebuilt(type(model), shrunk(model.config)) if whole is None else whole)
+            parts = (cut_small if whole is None else cut)(twin)
         for sample, is_extra in _samples(twin):
-            ids, found = sample.pop("input_ids"), None
+            ids = sample.pop("input_ids")
             # The model may take extra arguments in another shape, or not at all.
-            with suppress(Exception) if is_extra else proving_nothing(DOES_NOT_RUN):
-                found = difference(twin, parts, (ids,), sample, is_exact=True)
-            if found is not None:
-                return found
-    return None
+            with proving_nothing(DOES_NOT_RUN, is_needed=not is_extra):
+                compare(twin, parts, (ids,), sample, is_exact=True)
 
 
 @contextmanager
@@ -79,14 +81,6 @@ def on_cpu() -> Iterator[None]:
         warnings.simplefilter("ignore")  # what a small configuration lacks is nothing that a user should hear of
         torch.default_generator.manual_seed(SEED)  # and not those of GPUs
         yield
-
-
-def _twin(model: nn.Module) -> tuple[nn.Module, bool]:
-    """Return a small model that may be run, and whether it is a copy of the model."""
-    twin, is_copy = _copied(model), True
-    if twin is None:
-        twin, is_copy = rebuilt(type(model), shrunk(model.config)), False
-    return filled(twin), is_copy
 
 
 def filled(twin: nn.Module) -> nn.Module:
@@ -119,11 +113,7 @@ def _copied(model: nn.Module) -> nn.Module | None:
 
 
 def rebuilt(cls: Any, config: Any) -> nn.Module:
-    """Build a model of a class with a small configuration.
-
-    Raises:
-        ValueError: it is not small.
-    """
+    """Build a model of a class with a small configuration; raise a ValueError if it is not small."""
     _make_plain(config)
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in cls(config).parameters())
@@ -145,14 +135,13 @@ def _make_plain(config: Any) -> None:
 def _samples(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
     """Yield keyword arguments, and whether the model may refuse them: words; padding and a mask; positions; token types."""
     config: Any = model.config
-    text = text_config(config)
-    ids = torch.tensor(words_of(config, text))[torch.randint(MOST_WORDS, (ROWS, TOKENS))]
+    ids = random_words(config, TOKENS)
     yield {"input_ids": ids}, False
     named = inspect.signature(model.forward).parameters
     if "attention_mask" in named:
         mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
         mask[0, -PADDED:] = 0
-        padding = getattr(text, "pad_token_id", None)
+        padding = getattr(text_config(config), "pad_token_id", None)
         padded = ids if padding is None else ids.masked_fill(mask == 0, padding)
         yield {"input_ids": padded, "attention_mask": mask}, False
     if "position_ids" in named:
@@ -161,9 +150,10 @@ def _samples(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], bool]]
         yield {"input_ids": ids, "token_type_ids": torch.arange(TOKENS).remainder(2).repeat(ROWS, 1)}, True
 
 
-def words_of(config: Any, text: Any) -> list[int]:
-    """Return ids of words alone, without those that stand for something else, such as a picture."""
+def random_words(config: Any, length: int) -> torch.Tensor:
+    """Return ids [ROWS, length] of words alone, without those that stand for something else, such as a picture."""
+    text = text_config(config)
     named = [value for one in (config, text) for name, value in vars(one).items() if name.endswith(("_id", "_ids", "_index"))]
-    special = set(tree_leaves(named))
+    special = set(flattened(named))
     words = [word for word in range(getattr(text, "vocab_size", MOST_WORDS)) if word not in special][-MOST_WORDS:]
-    return (words * MOST_WORDS)[:MOST_WORDS]
+    return torch.tensor((words * MOST_WORDS)[:MOST_WORDS])[torch.randint(MOST_WORDS, (ROWS, length))]

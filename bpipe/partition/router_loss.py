@@ -52,20 +52,14 @@ def behind(base: nn.Module, earlier: Sequence[torch.Tensor]) -> Iterator[None]:
         output["router_logits"] = (*earlier, *router_logits_of(output))
         return output
 
-    handle = base.register_forward_hook(joined)
-    try:
+    with base.register_forward_hook(joined):
         yield
-    finally:
-        handle.remove()
 
 
 def plain(model: nn.Module, output: Any) -> Any:
     """Return an output as stages do: of a Hugging Face model's dict, the logits, or the first value, alone.
 
     The logits' backward also runs that of the router's loss in the output, if it has one.
-
-    Raises:
-        ConfigurationError: nobody knows by what the model multiplies that loss.
     """
     if not (isinstance(output, dict) and hasattr(output, "to_tuple")):
         return output

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from bpipe.errors import ConfigurationError, format_error
+from bpipe.model.microbatch import tensors_in
 from bpipe.partition.name_lists import CONTAINERS, OF_PARAMETERS, Names
-from bpipe.torch_private.pytrees import tree_leaves
 
 __all__: list[str] = []
 
@@ -34,7 +34,7 @@ def skeleton(
     memo: dict[int, Any] = {id(module): placeholder("pass", module) for module in missing.values()}  # in place of copies
     for module in copied.values():
         memo.pop(id(module), None)
-        memo |= {id(value): value for value in tree_leaves(vars(module)) if isinstance(value, torch.Tensor)}
+        memo |= {id(tensor): tensor for tensor in tensors_in(vars(module))}
     memo |= {id(one): one for one in (*shared.values(), *names.tensors.values())}
     part = _copied(model, memo)
     for name in (name for name in missing if names.owner(name) not in missing):
@@ -98,18 +98,12 @@ class AddsNothing(torch.nn.Module):
         return torch.tensor(-0.0)  # x + 0.0 would turn -0.0 into 0.0; and a number of no dimension leaves the dtype alone
 
 
-_KINDS = {"pass": PassThrough, "zero": AddsNothing, "none": None}
-
-
-def check_kind(kind: str, where: str) -> None:
-    """Raise unless there is such a placeholder."""
-    if kind not in _KINDS:
-        raise ConfigurationError(f"{where}={kind!r}: a missing module is one of {', '.join(map(repr, _KINDS))}")
+KINDS = {"pass": PassThrough, "zero": AddsNothing, "none": None}
 
 
 def placeholder(kind: str, module: torch.nn.Module) -> torch.nn.Module | None:
     """Return what stands for a module: "pass" it through, add "zero", or "none". It has the module's plain attributes."""
-    chosen = _KINDS[kind]
+    chosen = KINDS[kind]
     if chosen is None:
         return None
     stand_in = chosen().train(module.training)

@@ -12,25 +12,24 @@ from torch import nn
 from bpipe.errors import BPipeError, ConfigurationError, format_error
 from bpipe.partition.prove import (
     DOES_NOT_RUN,
-    MOST_WORDS,
     NO_MODEL,
     NotProvenError,
     filled,
     on_cpu,
     proving_nothing,
+    random_words,
     rebuilt,
-    words_of,
 )
 from bpipe.partition.router_loss import ASKS, is_configured, plain
-from bpipe.partition.shrink import parts_of, shrunk, text_config
-from bpipe.partition.split_check import gradients_of
+from bpipe.partition.shrink import parts_of, shrunk
+from bpipe.partition.split_check import DifferenceError, gradients_of
 from bpipe.partition.stage_class import CUT_FROM
 from bpipe.partition.transformers import cut_finely
 from bpipe.slices.hugging_face import in_slices
 
 __all__ = ["sliced_transformer"]
 
-ROWS, LENGTHS, PADDED = 2, (5, 4, 3), 3
+LENGTHS, PADDED = (5, 4, 3), 3
 LIMITS = {torch.float64: 1e-5, torch.float32: 1e-3}  # some layers compute in single precision whatever they are given
 Results = tuple[torch.Tensor, dict[str, torch.Tensor | None]]  # outputs, and gradients by the parameter's name
 
@@ -82,15 +81,13 @@ def _prove(kind: Any, config: Any) -> None:
     with on_cpu():
         for dtype, limit in LIMITS.items():
             try:
-                differing = _difference(kind, config, dtype, limit)
+                return _compare_slices(kind, config, dtype, limit)
+            except DifferenceError as found:
+                raise ConfigurationError(
+                    f"{kind.__name__} cannot take slices: {found}. Train it with whole sequences"
+                ) from found.__cause__
             except NotProvenError as raised:  # perhaps not in this precision
                 error = raised
-                continue
-            if differing is None:
-                return
-            raise ConfigurationError(
-                f"{kind.__name__} cannot take slices: {differing[0]}. Train it with whole sequences"
-            ) from differing[1]
     assert error is not None
     raise ConfigurationError(
         f"{kind.__name__}: that it takes slices cannot be proven, because {error}. If slices of your model compute what whole "
@@ -106,8 +103,8 @@ def _leave_dropout_out(config: Any) -> None:
                 setattr(part, name, 0.0)
 
 
-def _difference(kind: Any, config: Any, dtype: torch.dtype, limit: float) -> tuple[str, Exception | None] | None:
-    """Return in what a small model differs in slices, with the error that it raises, or None."""
+def _compare_slices(kind: Any, config: Any, dtype: torch.dtype, limit: float) -> None:
+    """Raise a DifferenceError if a small model computes something else in slices."""
     with proving_nothing(NO_MODEL):
         model = filled(rebuilt(getattr(kind, CUT_FROM, kind), config)).to(dtype)
         parts = cut_finely(model, 2) if hasattr(kind, CUT_FROM) else [model]
@@ -115,23 +112,21 @@ def _difference(kind: Any, config: Any, dtype: torch.dtype, limit: float) -> tup
     with proving_nothing(DOES_NOT_RUN):
         expected = [_results(model, parts, [sample]) for sample in samples]
     if not torch.equal(torch.get_rng_state(), before):
-        return "it draws random numbers besides dropout, and slices would draw other ones than whole sequences", None
+        raise DifferenceError("it draws random numbers besides dropout, and slices would draw other ones than whole sequences")
     try:
         sliced = [in_slices(part) for part in parts]
-        for sample, whole in zip(samples, expected):
-            text = _compare(whole, _results(model, sliced, _cut(sample)), sample.get("attention_mask"), limit)
-            if text is not None:
-                return f"in a small model of its kind, {text}", None
+        in_several = [_results(model, sliced, _cut(sample)) for sample in samples]
     except BPipeError as error:
-        return f"in a small model of its kind, {str(error).partition(chr(10))[0]}", error
+        raise DifferenceError(f"in a small model of its kind, {str(error).partition(chr(10))[0]}") from error
     except Exception as error:
-        return f"a small model of its kind raises {format_error(error)}", error
-    return None
+        raise DifferenceError(f"a small model of its kind raises {format_error(error)}") from error
+    for sample, whole, found in zip(samples, expected, in_several):
+        _compare(whole, found, sample.get("attention_mask"), limit)
 
 
 def _samples(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Yield whole sequences: words alone, and, where the model takes a mask, padded behind and in front."""
-    ids = torch.tensor(words_of(model.config, text_config(model.config)))[torch.randint(MOST_WORDS, (ROWS, sum(LENGTHS)))]
+    ids = random_words(model.config, sum(LENGTHS))
     yield {"input_ids": ids}
     if "attention_mask" in inspect.signature(model.forward).parameters or hasattr(type(model), CUT_FROM):
         for padded in (slice(-PADDED, None), slice(PADDED)):
@@ -172,19 +167,18 @@ def _results(model: nn.Module, parts: Sequence[nn.Module], slices: Sequence[dict
     return output.detach(), gradients
 
 
-def _compare(expected: Results, found: Results, mask: torch.Tensor | None, limit: float) -> str | None:
-    """Say in what slices differ from whole sequences, where there is no padding."""
+def _compare(expected: Results, found: Results, mask: torch.Tensor | None, limit: float) -> None:
+    """Raise a DifferenceError if slices differ from whole sequences, where there is no padding."""
     one, other = (output if mask is None else output[mask.bool()] for output, _ in (expected, found))
-    what = "padded sequences" if mask is not None else "sequences"
+    kind, what = "in a small model of its kind", "padded sequences" if mask is not None else "sequences"
     if one.shape != other.shape or not _is_near(one, other, limit):
-        return f"the outputs of slices are not those of whole {what}"
-    wrong = [name for name, gradient in expected[1].items() if not _is_near(gradient, found[1][name], limit)]
-    return f"slices give {wrong[0]} another gradient than whole {what} do" if wrong else None
+        raise DifferenceError(f"{kind}, the outputs of slices are not those of whole {what}")
+    for name, gradient in expected[1].items():
+        if not _is_near(gradient, found[1][name], limit):
+            raise DifferenceError(f"{kind}, slices give {name} another gradient than whole {what} do")
 
 
 def _is_near(one: torch.Tensor | None, other: torch.Tensor | None, limit: float) -> bool:
-    given = [tensor for tensor in (one, other) if tensor is not None]
-    if len(given) < 2:
-        return not any(bool(tensor.any()) for tensor in given)
-    largest = float(given[0].abs().max()) if given[0].numel() else 0.0
-    return bool((given[0] - given[1]).abs().max() <= limit * max(largest, 1e-6)) if given[0].numel() else True
+    if one is None or other is None:
+        return not any(bool(tensor.any()) for tensor in (one, other) if tensor is not None)
+    return not one.numel() or bool((one - other).abs().max() <= limit * max(float(one.abs().max()), 1e-6))

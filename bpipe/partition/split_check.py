@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from math import isfinite
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from bpipe.errors import ConfigurationError, StageError, format_error
 from bpipe.model.preserve_state import preserved_state
+from bpipe.model.pytree import flattened, mapped
 from bpipe.partition.router_loss import plain
 from bpipe.skips.routes import Skip
-from bpipe.torch_private.pytrees import tree_leaves, tree_map_only
 
 __all__ = ["check_split"]
 
@@ -53,19 +53,17 @@ def check_split(model: nn.Module, parts: Sequence[nn.Module], *args: Any, **kwar
         raise ConfigurationError("no stages to check: give the list that split_model returned")
     if any(parameter.is_meta for module in (model, *parts) for parameter in module.parameters()):
         raise ConfigurationError("parameters are on the meta device, where nothing has a value: check an initialised small model")
-    found = difference(model, parts, args, kwargs)
-    if found is not None:
-        raise StageError(f"{found.text}. {HINT}") from found.cause
+    try:
+        compare(model, parts, args, kwargs)
+    except DifferenceError as found:
+        raise StageError(f"{found}. {HINT}") from found.__cause__
 
 
-class Difference(NamedTuple):
-    """A difference between a model and its stages, with the error if a stage cannot run."""
-
-    text: str
-    cause: Exception | None = None
+class DifferenceError(Exception):
+    """The stages do something else than the model; the cause is the error of one that cannot run."""
 
 
-def difference(
+def compare(
     model: nn.Module,
     parts: Sequence[nn.Module],
     args: Sequence[Any],
@@ -73,8 +71,8 @@ def difference(
     *,
     is_exact: bool = False,
     skips: Mapping[str, Skip] | None = None,
-) -> Difference | None:
-    """Run a model, and its stages one after the other, and return the first difference; raise the errors of the model itself.
+) -> None:
+    """Run a model, and its stages one after the other; raise a DifferenceError for the first difference, or the model's own error.
 
     Args:
         is_exact: True to compare gradients bit for bit too, which a CPU allows because it sums them in the same order.
@@ -85,7 +83,7 @@ def difference(
     shared = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in staged}
     with torch.enable_grad():
         with preserved_state([model, *parts]):
-            expected = tree_leaves(plain(model, model(*copied(args), **copied({**_without_cache(model), **kwargs}))))
+            expected = flattened(plain(model, model(*copied(args), **copied({**_without_cache(model), **kwargs}))))
             gradients = gradients_of(expected, shared)
             buffers = {} if skips is None else copied(dict(model.named_buffers()))
         if is_exact and not _is_telling(expected):
@@ -93,18 +91,14 @@ def difference(
         with preserved_state([model, *parts]):
             several = [] if skips is None else _of_several(parts)
             before = copied(several)
-            found = _chained(parts, args, kwargs, skips)
-            if isinstance(found, Difference):
-                return found
+            found = flattened(_chained(parts, args, kwargs, skips))
             if not all(map(torch.equal, several, before)):
-                return Difference("a buffer that several stages use is written by one of them", ValueError("each rank has its own"))
-            found = tree_leaves(found)
-            text = (
-                _compare(expected, found, len(parts))
-                or _compare_gradients(gradients, gradients_of(found, shared), is_exact)
-                or _compare_buffers(buffers, parts)
-            )
-    return None if text is None else Difference(text)
+                raise DifferenceError("a buffer that several stages use is written by one of them, and each rank has its own")
+            _compare_outputs(expected, found, len(parts))
+            _compare_gradients(gradients, gradients_of(found, shared), is_exact)
+            for name, buffer in (named for part in parts for named in part.named_buffers()):
+                if name in buffers and not _is_same(buffers[name], buffer):
+                    raise DifferenceError(f"the buffer {name} gets another value")
 
 
 def _of_several(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
@@ -136,7 +130,7 @@ def _without_cache(model: nn.Module) -> dict[str, bool]:
 
 
 def _chained(parts: Sequence[nn.Module], args: Any, kwargs: dict[str, Any], skips: Mapping[str, Skip] | None) -> Any:
-    """Run stages one after the other, each on copies of what others made, as over a link; or return why one cannot run."""
+    """Run stages one after the other, each on copies of what others made, as over a link."""
     value, kept = args, dict[str, Any]()
     for index, part in enumerate(parts):
         given = kwargs if index == 0 or skips is None else {}
@@ -144,32 +138,30 @@ def _chained(parts: Sequence[nn.Module], args: Any, kwargs: dict[str, Any], skip
         try:
             value = part(*copied(value if isinstance(value, (tuple, list)) else (value,)), **copied(given))
         except Exception as error:
-            return Difference(f"stage {index} of {len(parts)} cannot run: {format_error(error)}", error)
+            raise DifferenceError(f"stage {index} of {len(parts)} cannot run: {format_error(error)}") from error
         if any(source == index for source, *_ in (skips or {}).values()):
             value, made = value
             kept |= made
     return value
 
 
-def _compare(expected: list[Any], found: list[Any], num_stages: int) -> str | None:
+def _compare_outputs(expected: list[Any], found: list[Any], num_stages: int) -> None:
     if len(expected) != len(found):
-        return f"the model returns {len(expected)} values, and its {num_stages} stages return {len(found)}"
+        raise DifferenceError(f"the model returns {len(expected)} values, and its {num_stages} stages return {len(found)}")
     for index, (one, other) in enumerate(zip(expected, found)):
         if not _is_same(one, other):
-            return f"the {num_stages} stages do not compute what the model computes: output {index} {_difference(one, other)}"
-    return None
+            what = f"output {index} {_difference(one, other)}"
+            raise DifferenceError(f"the {num_stages} stages do not compute what the model computes: {what}")
 
 
 def _compare_gradients(
     expected: dict[str, torch.Tensor | None], found: dict[str, torch.Tensor | None], is_exact: bool
-) -> str | None:
+) -> None:
     norms = [gradient.norm().item() for gradient in expected.values() if gradient is not None]
     largest = max(filter(isfinite, norms), default=0.0)
     for name, gradient in expected.items():
         other = found[name]
-        if gradient is None or other is None:
-            is_same = gradient is other
-        elif is_exact:
+        if is_exact or gradient is None or other is None:
             is_same = _is_same(gradient, other)
         else:
             is_near = bool((gradient - other).norm() <= 0.01 * gradient.norm() + 1e-4 * largest)
@@ -177,25 +169,17 @@ def _compare_gradients(
         if not is_same:
             texts = ["none" if one is None else f"one of norm {one.norm().item():.4g}" for one in (gradient, other)]
             apart = "" if gradient is None or other is None else f" ({_difference(gradient, other)})"
-            return (
+            raise DifferenceError(
                 f"the stages compute what the model computes, but {name} gets another gradient: {texts[0]} in the model, and "
                 f"{texts[1]} in the stages{apart}"
             )
-    return None
-
-
-def _compare_buffers(expected: dict[str, torch.Tensor], parts: Sequence[nn.Module]) -> str | None:
-    for name, buffer in (named for part in parts for named in part.named_buffers()):
-        if name in expected and not _is_same(expected[name], buffer):
-            return f"the buffer {name} gets another value"
-    return None
 
 
 def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
         return alike and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)) and torch.equal(one.isnan(), other.isnan())
-    return type(one) is type(other) and bool(one == other)
+    return type(one) is type(other) and (all(map(_is_same, one, other)) if isinstance(one, tuple) else bool(one == other))
 
 
 def _difference(one: Any, other: Any) -> str:
@@ -211,4 +195,4 @@ def _described(value: Any) -> str:
 
 def copied(tree: Any) -> Any:
     """Return a pytree with copies of its tensors, which lead back to them."""
-    return tree_map_only(torch.Tensor, torch.Tensor.clone, tree)
+    return mapped(torch.Tensor.clone, tree)

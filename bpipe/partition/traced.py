@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +13,11 @@ from torch import fx, nn
 from bpipe.errors import ConfigurationError
 from bpipe.model.cut import mark
 from bpipe.partition.model_split import listed
-from bpipe.partition.name_lists import Names
-from bpipe.partition.traced_proof import Attributes, difference_from, in_mode
+from bpipe.partition.name_lists import Names, raise_all
+from bpipe.partition.split_check import DifferenceError, compare
+from bpipe.partition.traced_proof import Attributes, in_mode
 from bpipe.partition.transformers import transformer_layers
+from bpipe.recomputation.generators import PYTHON, TORCH, are_equal
 from bpipe.skips.routes import Skip
 from bpipe.torch_private.modules import hooks_of
 
@@ -84,10 +85,8 @@ def split_traced(
         >>> skips, list(parts[1].state_dict())
         ({'skip_a': (0, 1, 2)}, ['b.weight', 'b.bias'])
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigurationError(f"split_traced cuts an nn.Module, got {type(model).__qualname__}")
     lists = [listed(one) for one in stages]
-    names = Names(model)
+    names = Names(model, "split_traced cuts")
     names.check(lists)
     example = dict(kwargs or {})
     graph = _traced(model, names, [name for kept in lists for name in kept], _fixed(model, args, example))
@@ -96,10 +95,14 @@ def split_traced(
     skips = {cut.name_of(node): (cut.stage_of[node], *users) for node, users in cut.skips.items()}
     if unused := dict(model.named_parameters()).keys() - {path for part in parts for path, _ in part.named_parameters()}:
         raise ConfigurationError(f"the forward uses no {', '.join(sorted(unused)[:8])}, and no stage would save it: remove it")
-    if prove and (found := difference_from(model, parts, skips, args, example)) is not None:
+    try:
+        for is_other in (False, True) if prove else ():
+            with in_mode([module for one in (model, *parts) for module in one.modules()], is_other=is_other):
+                compare(model, parts, args, example, skips=skips)
+    except DifferenceError as found:
         raise ConfigurationError(
-            f"the stages do not do what the model does: {found.text}. Name modules further outside, or cut the model by hand"
-        ) from found.cause
+            f"the stages do not do what the model does: {found}. Name modules further outside, or cut the model by hand"
+        ) from found.__cause__
     mark(parts, [sorted(kept) for kept in lists])
     return parts, skips
 
@@ -187,7 +190,7 @@ def _traced(model: nn.Module, names: Names, named: Sequence[str], fixed: Mapping
         raise ConfigurationError(f"{kind} has a forward or a __call__ of its own, which torch.fx does not trace: make it a class")
     graphs = []
     for is_other in (True, False):
-        before, numbers = Attributes(through), (random.getstate(), torch.get_rng_state())
+        before, numbers = Attributes(through), [(source, source.get()) for source in (PYTHON, TORCH)]
         try:
             with in_mode(names.modules.values(), is_other=is_other):
                 graphs.append(_Tracer(names, named, fixed).trace(model))
@@ -196,9 +199,9 @@ def _traced(model: nn.Module, names: Names, named: Sequence[str], fixed: Mapping
             raise ConfigurationError(f"torch.fx cannot trace the forward of {kind}: {why}. {ways}") from error
         finally:
             written = before.restore()
-            drew = random.getstate() != numbers[0] or not torch.equal(torch.get_rng_state(), numbers[1])
-            random.setstate(numbers[0])
-            torch.set_rng_state(numbers[1])
+            drew = not all(are_equal(source.get(), state) for source, state in numbers)
+            for source, state in numbers:
+                source.set(state)
         if written or drew:
             written = [one for one in written if not one.startswith(CONSTANT)]
             what = f"writes {', '.join(written)}" if written else "draws random numbers, or makes tensors out of nothing,"
@@ -234,34 +237,24 @@ def _other_ways(model: nn.Module) -> str:
 
 
 class _Cut:
-    """The nodes of a traced model, by stage.
-
-    Args:
-        model: the whole model.
-        names: its names.
-        lists: the names of each stage's modules.
-        graph: of the model.
-    """
+    """The nodes of a traced model, by stage."""
 
     def __init__(self, model: nn.Module, names: Names, lists: Sequence[Sequence[str]], graph: fx.Graph) -> None:
         self._graph = graph
         self._model, self._num_stages = model, len(lists)
         self._modules = names.modules
         self.stage_of: dict[fx.Node, int] = {}
-        self._refuse([*self._assign(names, lists)])
+        not_a_split = f"these {len(lists)} stages are not a split of the model:"
+        raise_all(not_a_split, [*self._assign(names, lists)])
         self._users = {node: self._used_by(node) for node in self.stage_of}
         self.skips = {node: later for node, (_, *later) in self._users.items() if later and later != [self.stage_of[node] + 1]}
         self.parts = [self._part(stage) for stage in range(len(lists))]
-        self._refuse([*self._shared(), *self._changed()])
+        raise_all(not_a_split, [*self._shared(), *self._changed()])
         if unsendable := [node for node, users in self._users.items() if len(users) > 1 and _is_unsendable(node)]:
             raise ConfigurationError(
                 f"{', '.join(str(one) for one in unsendable)}: a shape, dtype or device of one stage is used by a later one, and "
                 "no message carries these: unpack a shape into its numbers, and ask the later stage's own tensors"
             )
-
-    def _refuse(self, problems: Sequence[str]) -> None:
-        if problems:
-            raise ConfigurationError(f"these {self._num_stages} stages are not a split of the model:\n  " + "\n  ".join(problems))
 
     def _assign(self, names: Names, lists: Sequence[Sequence[str]]) -> Iterable[str]:
         """Give each node its stage: that of its module, or the first one that has all that it needs."""

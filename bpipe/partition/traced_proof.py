@@ -1,16 +1,14 @@
-"""Run a model in both of its modes, prove that the parts of a traced one do what it does, and that a trace left it as it was."""
+"""Run a model in both of its modes, and prove that a trace has left it as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from bpipe.partition.split_check import Difference, difference
-from bpipe.skips.routes import Skip
 from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
@@ -76,15 +74,3 @@ def _inside(value: Any) -> object:
     if isinstance(value, dict):
         return [(key, id(one)) for key, one in value.items()]
     return [*map(id, value)] if isinstance(value, (list, set)) else None
-
-
-def difference_from(
-    model: nn.Module, parts: Sequence[nn.Module], skips: Mapping[str, Skip], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Difference | None:
-    """Run a model, and its parts, in both modes, and return the first difference; raise the errors of the model itself."""
-    modules = [module for one in (model, *parts) for module in one.modules()]
-    for is_other in (False, True):
-        with in_mode(modules, is_other=is_other):
-            if (found := difference(model, parts, args, kwargs, skips=skips)) is not None:
-                return found
-    return None

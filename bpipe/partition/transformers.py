@@ -20,14 +20,16 @@ from bpipe.errors import ConfigurationError
 from bpipe.estimate.stages import split_layers
 from bpipe.partition.model_split import listed, split_model
 from bpipe.partition.name_lists import OF_PARAMETERS
-from bpipe.partition.prove import NotProvenError, difference_when_cut
+from bpipe.partition.prove import NotProvenError, prove_cut
 from bpipe.partition.router_loss import ASKS, is_configured
 from bpipe.partition.shrink import text_config
+from bpipe.partition.split_check import DifferenceError
 from bpipe.partition.stage_class import stage_class
 
 __all__ = ["split_transformer", "transformer_layers"]
 
 SCALES = frozenset({"embedding_multiplier"})
+Stages = int | Sequence[int] | Sequence[Sequence[str]]  # as `split_transformer` takes them
 
 
 def split_transformer(
@@ -96,23 +98,23 @@ def _check_outputs(model: nn.Module) -> None:
         )
 
 
-def _prove(model: nn.Module, stages: int | Sequence[int] | Sequence[Sequence[str]], num_stages: int) -> None:
+def _prove(model: nn.Module, stages: Stages, num_stages: int) -> None:
     """Raise unless a small model of the kind computes the same in stages as whole."""
     try:
-        found = difference_when_cut(model, lambda copy: _cut(copy, stages), lambda twin: cut_finely(twin, num_stages))
+        prove_cut(model, lambda copy: _cut(copy, stages), lambda twin: cut_finely(twin, num_stages))
     except NotProvenError as error:
         raise ConfigurationError(
             f"{_what(model)}: the cut cannot be proven, because {error}. If a small model of this class runs on input_ids and "
             "attention_mask and check_split finds its stages right, pass prove=False"
         ) from error
-    if found is not None:
+    except DifferenceError as found:
         raise ConfigurationError(
-            f"{_what(model)}: in a small model of its kind, {found.text}. Its forward does more than hand hidden states from one "
+            f"{_what(model)}: in a small model of its kind, {found}. Its forward does more than hand hidden states from one "
             "layer to the next. Cut it with split_model, after a forward of yours that goes well with missing modules"
-        ) from found.cause
+        ) from found.__cause__
 
 
-def _cut(model: nn.Module, stages: int | Sequence[int] | Sequence[Sequence[str]]) -> list[nn.Module]:
+def _cut(model: nn.Module, stages: Stages) -> list[nn.Module]:
     outline = _outline(model)
     lists = [list(dict.fromkeys((*names, *outline.everywhere))) for names in _lists(outline, stages)]
     parts = split_model(model, lists, missing=outline.missing, keep_positions=outline.keep_positions)
@@ -180,12 +182,10 @@ def _outline(model: nn.Module) -> _Outline:
     for name, module, is_before in _beside(model, series):
         if isinstance(module, OF_PARAMETERS) and module._parameters.keys() == entries._modules.keys():
             continue  # split_model leaves each with its layer
-        if not name.startswith(prefix):
-            after.append(name)
-        elif "rotary" in type(module).__name__.lower():
+        if name.startswith(prefix) and "rotary" in type(module).__name__.lower():
             everywhere.append(name)
         else:
-            (before if is_before else after).append(name)
+            (before if is_before and name.startswith(prefix) else after).append(name)
     layers = [f"{series}.{index}" for index in range(len(entries))]
     after.sort(key=lambda name: not name.startswith(prefix))  # a head comes last
     missing = {name: "zero" for name in before if _is_added(model.get_submodule(name))}
@@ -241,7 +241,7 @@ def _is_added(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) or "position" in type(module).__name__.lower()
 
 
-def _lists(outline: _Outline, stages: int | Sequence[int] | Sequence[Sequence[str]]) -> list[list[str]]:
+def _lists(outline: _Outline, stages: Stages) -> list[list[str]]:
     if isinstance(stages, int):
         stages = split_layers(len(outline.layers), stages)
     if not stages:

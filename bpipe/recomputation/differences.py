@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 
@@ -22,11 +21,7 @@ class Differences:
         self._found: list[tuple[torch.Tensor, str]] = []  # whether something differs, and the message for that case
 
     def compare(self, one: Iterable[Sum], other: Iterable[Sum], message: str) -> None:
-        """Compare numbers or tensors; the device that holds them does it later, if there is one.
-
-        Raises:
-            StageError: they differ, as far as that is known at once.
-        """
+        """Compare numbers or tensors, at once (a StageError has the message) or later, if a device holds them."""
         for a, b in zip(one, other, strict=True):
             if isinstance(a, torch.Tensor) and is_awaited(a.device):
                 self._found.append(((a != b).any(), message))
@@ -34,11 +29,7 @@ class Differences:
                 raise StageError(message)
 
     def check(self) -> None:
-        """Wait for the comparisons on devices.
-
-        Raises:
-            StageError: something differs; the first message, and how many others there are.
-        """
+        """Wait for the comparisons on devices; raise a StageError with the first message, and how many others there are."""
         found, self._found = self._found, []
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for flag, _ in found:
@@ -50,25 +41,18 @@ class Differences:
             raise StageError(messages[0] + others)
 
 
-class _Constant(NamedTuple):
-    name: str
-    tensor: weakref.ref[torch.Tensor]
-    version: int | None  # None: torch counts none
-    num_bytes: int
-    total: Sum
-
-
 class Constants:
     """Tensors of a stage that no forward should write, such as large ones and frozen parameters: read twice per step."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor, int | None]]) -> None:
-        self._constants: list[_Constant] = []
+        # Of each its name, the tensor, its version (None: torch counts none), its bytes, and the sum of its memory.
+        self._constants: list[tuple[str, weakref.ref[torch.Tensor], int | None, int, Sum]] = []
         seen: set[tuple[int, int]] = set()
         for name, tensor, version in tensors:
             num_bytes, place = tensor.untyped_storage().nbytes(), (tensor.data_ptr(), tensor.numel())
             if num_bytes and place not in seen:
                 seen.add(place)
-                self._constants.append(_Constant(name, weakref.ref(tensor), version, num_bytes, sum_of_memory(tensor.detach())))
+                self._constants.append((name, weakref.ref(tensor), version, num_bytes, sum_of_memory(tensor.detach())))
 
     def compare(self, differences: Differences, stage: str) -> None:
         """Compare the tensors that are left with their first values, except those written in a way that torch counts."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bpipe.device import fork_random_states, random_state, set_random_state
+from bpipe.device import random_state, set_random_state
 
 __all__: list[str] = []
 
@@ -56,6 +56,12 @@ def _words_of(numpy: Any) -> bytes | None:
 
 
 PYTHON = Source(random.getstate, random.setstate)  # Python's own random numbers
+TORCH = Source(torch.get_rng_state, torch.set_rng_state)  # torch's, on the CPU
+
+
+def torch_on(device: torch.device) -> Source:
+    """Return torch's random numbers on an asynchronous device; one whose state is None on another one."""
+    return Source(partial(random_state, device), partial(set_random_state, device=device))
 
 
 def threads_beside(*own: int) -> str:
@@ -95,9 +101,7 @@ class Drawn:
     """The generator states that a forward finds: torch's, on the CPU and its device, and those of other sources."""
 
     def __init__(self, device: torch.device, sources: Iterable[Source | GlobalNumPy]) -> None:
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._of_device = random_state(device)
+        self._torch = [(source, source.get()) for source in (TORCH, torch_on(device))]
         self._states = [(source, source.get()) for source in sources]
 
     def forget_unused(self) -> None:
@@ -107,10 +111,8 @@ class Drawn:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers again, and restore the current states in the end."""
-        with fork_random_states([self._device]), ExitStack() as after:
-            torch.set_rng_state(self._cpu)
-            set_random_state(self._of_device, self._device)
-            for source, state in self._states:
+        with ExitStack() as after:
+            for source, state in (*self._torch, *self._states):
                 after.callback(source.set, source.get())
                 source.set(state)
             yield

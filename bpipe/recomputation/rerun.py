@@ -40,11 +40,7 @@ class Reruns:
             self._constants[stage] = state.constants()
 
     def check(self) -> None:
-        """Check, after all forwards have run twice, that both runs did the same.
-
-        Raises:
-            StageError: results that were compared on a device differ, or a tensor was written that is not restored.
-        """
+        """Raise a StageError if the two runs of a forward did not do the same, after all have run twice."""
         self._shared.clear()  # a module may reach an object that knows this step: that cycle would keep it alive
         for stage, constants in self._constants.items():
             constants.compare(self.differences, f"stage {stage}")
@@ -74,11 +70,7 @@ class Rerun:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Run a forward that saves nothing.
-
-        Raises:
-            StageError: the forward changes its input, or other state that cannot be restored, so that it could not be run again.
-        """
+        """Run a forward that saves nothing; raise a StageError if it changes its input, or other state that cannot be restored."""
         with following(self._name), saved_tensors_hooks(lambda _: None, self._missing):
             yield
         self._state.has_run(self._differences)
@@ -86,21 +78,13 @@ class Rerun:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run a forward with the random numbers, buffers and attributes that the first one found, then restore the current ones.
-
-        Raises:
-            StageError: the input was changed since, or state cannot be restored.
-        """
+        """Run a forward with the random numbers, buffers and attributes that the first one found, then restore the current ones."""
         self._check_input()
         with keeping(self._state.again(self._differences)):
             yield
 
     def returned(self, output: Any, loss: Any) -> None:
-        """Store the result of the first forward, or compare it with the second one's.
-
-        Raises:
-            StageError: they differ, as far as that is known without waiting for a device.
-        """
+        """Store the result of the first forward, or compare it with the second one's, as far as no device is waited for."""
         for what, value in (("output", output), ("loss", loss)):
             checksum = checksum_of(value)
             first = self._returned.setdefault(what, checksum)

@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,22 +46,18 @@ def random_state(device: torch.device) -> State:
     return state
 
 
-class Found(NamedTuple):
-    """The findings of one look."""
-
-    random: State  # the states of random numbers
-    tensors: State  # the parameters and buffers
-    others: State  # the attributes of modules, and the arguments of the computation that are not tensors
+# The states of random numbers; the parameters and buffers; the attributes of modules, and the arguments that are not tensors.
+States = tuple[State, State, State]
 
 
-def look_at(device: torch.device, modules: Iterable[tuple[str, nn.Module]], others: Iterable[Any]) -> Found:
+def look_at(device: torch.device, modules: Iterable[tuple[str, nn.Module]], others: Iterable[Any]) -> States:
     """Look at everything that a computation may change."""
     look = _Look()
     for name, module in modules:
         look.module(name, module)
     for other in others:
         look.value("an argument", other, 0)
-    return Found({**random_state(device), **look.random}, look.tensors, look.others)
+    return {**random_state(device), **look.random}, look.tensors, look.others
 
 
 def changed(before: State, after: State) -> str | None:

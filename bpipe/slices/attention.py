@@ -62,13 +62,13 @@ def causal_attention(
     if documents is None:
         if not earlier:
             return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
-        return _attended(q, k, v, earlier, scale, Ahead(q.shape[2], end))
+        return _attended(q, k, v, earlier, scale, Ahead(queries=q.shape[2], positions=end))
     if documents.shape not in ((q.shape[0], end), (1, end)):
         raise StageError(
             f"causal_attention got documents {list(documents.shape)} for {q.shape[0]} sequences up to position {end}: give a "
             "number for each position from the first one to the slice's end, with args_slice_spec or kwargs_slice_spec UpTo(1)"
         )
-    return _attended(q, k, v, earlier, scale, Documents(documents, q.shape[2]))
+    return _attended(q, k, v, earlier, scale, Documents(documents, queries=q.shape[2]))
 
 
 def masked_attention(
@@ -78,9 +78,6 @@ def masked_attention(
 
     Args:
         mask: [batch or 1, heads or 1, n, positions up to the slice's end]: True for what is seen, or numbers to be added.
-
-    Raises:
-        StageError: the mask needs a gradient.
     """
     if mask.requires_grad:
         raise StageError("attention over slices gives no gradient to its mask, which is learned here: train whole sequences")

@@ -9,7 +9,7 @@ given, because what they are cast to would be a tensor of each slice's own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -55,43 +55,20 @@ def has_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) ->
     return fits and can_use_flash_attention(SDPAParams(q.to(k.dtype), k, v, None, 0.0, True, is_grouped))
 
 
-class _Piece(NamedTuple):
-    """The attention to one piece.
-
-    Args:
-        output: [batch, heads, n, width].
-        logs: [batch, heads, n], the logarithms of the sums of exponentials.
-        options: for the backward.
-    """
-
-    output: torch.Tensor
-    logs: torch.Tensor
-    options: Options = ()
+# A piece's keys and values, as the kernels need them; whether the kernel masks what is ahead; and what is added to the products,
+# [batch or 1, heads or 1, n, positions]; None if nothing is.
+Piece = tuple[torch.Tensor, torch.Tensor, bool, torch.Tensor | None]
+# The output [batch, heads, n, width], and the logarithms of the sums of exponentials [batch, heads, n].
+Attended = tuple[torch.Tensor, torch.Tensor]
 
 
-class _Given(NamedTuple):
-    """What one piece is attended to with.
-
-    Args:
-        k: its keys, as the kernels need them.
-        v: its values.
-        is_causal: whether the kernel masks what is ahead.
-        bias: added to the products, [batch or 1, heads or 1, n, positions]; None if nothing is.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    is_causal: bool
-    bias: torch.Tensor | None
-
-
-def _given(q: torch.Tensor, mask: Mask, pieces: Sequence[torch.Tensor]) -> Iterator[_Given]:
+def _with_mask(q: torch.Tensor, mask: Mask, pieces: Sequence[torch.Tensor]) -> Iterator[Piece]:
     """Yield the pieces with their parts of the mask, each made when it is asked for."""
     begin, is_causal = 0, isinstance(mask, Ahead)
     for place in range(0, len(pieces), 2):
         k, v = (_by_rows(piece.to(q.dtype)) for piece in pieces[place : place + 2])
         end = begin + k.shape[2]
-        yield _Given(k, v, is_causal and place == len(pieces) - 2, None if is_causal else mask.bias(begin, end, q.dtype))
+        yield k, v, is_causal and place == len(pieces) - 2, None if is_causal else mask.bias(begin, end, q.dtype)
         begin = end
 
 
@@ -100,19 +77,19 @@ def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _attend(q: torch.Tensor, given: _Given, scale: float | None) -> _Piece:
-    attend, (k, v, is_causal, bias) = flash_attention(q.device.type), given
+def _attend(q: torch.Tensor, piece: Piece, scale: float | None) -> tuple[torch.Tensor, torch.Tensor, Options]:
+    attend, (k, v, is_causal, bias) = flash_attention(q.device.type), piece
     if q.device.type == "cpu":
-        return _Piece(*attend(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale))
+        return *attend(q, k, v, 0.0, is_causal, attn_mask=bias, scale=scale), ()
     output, logs, *options, _ = attend(q, k, v, 0.0, is_causal, scale=scale)
-    return _Piece(output, logs, tuple(options))
+    return output, logs, tuple(options)
 
 
 def _gradients(
-    gradient: torch.Tensor, q: torch.Tensor, given: _Given, whole: _Piece, scale: float | None
+    gradient: torch.Tensor, q: torch.Tensor, piece: Piece, whole: Attended, options: Options, scale: float | None
 ) -> Sequence[torch.Tensor]:
     """Return the gradients of q, k and v by the attention to one piece, given the output and the logarithms of all pieces."""
-    backward, (k, v, is_causal, bias), (output, logs, options) = flash_attention_backward(q.device.type), given, whole
+    backward, (k, v, is_causal, bias), (output, logs) = flash_attention_backward(q.device.type), piece, whole
     if q.device.type == "cpu":
         found = backward(gradient, q, k, v, output, logs, 0.0, is_causal, attn_mask=bias, scale=scale)
     else:
@@ -124,19 +101,19 @@ def _gradients(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, mask: Mask, scale: float | None, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.scale, ctx.mask, ctx.options = scale, mask.empty(), []
+        ctx.scale, ctx.mask, ctx.num_own, ctx.options = scale, mask.of(), len(mask.tensors), []
         pieces, q = tensors[len(mask.tensors) :], _by_rows(q)
         output = logs = None
-        for given in _given(q, mask, pieces):
-            piece = _attend(q, given, scale)
-            ctx.options.append(piece.options)
+        for piece in _with_mask(q, mask, pieces):
+            own, own_logs, options = _attend(q, piece, scale)
+            ctx.options.append(options)
             # Of float64, too: before 2.13 torch's compiler takes its logarithms for float32.
-            wide = piece.output.to(torch.promote_types(q.dtype, piece.logs.dtype))
+            wide = own.to(torch.promote_types(q.dtype, own_logs.dtype))
             if output is None or logs is None:
-                output, logs = wide, piece.logs
+                output, logs = wide, own_logs
             else:
-                output = output - torch.sigmoid(piece.logs - logs).unsqueeze(-1) * (output - wide)
-                logs = torch.logaddexp(logs, piece.logs)
+                output = output - torch.sigmoid(own_logs - logs).unsqueeze(-1) * (output - wide)
+                logs = torch.logaddexp(logs, own_logs)
         assert output is not None and logs is not None, "a slice attends to itself, too"
         output = mask.without_blind(output)
         if output.dtype is not q.dtype:  # torch 2.11's compiler gives wrong gradients after a cast that changes nothing
@@ -148,16 +125,15 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         q, output, logs, *tensors = ctx.saved_tensors
-        mask, num_own = ctx.mask.filled(tensors)
-        pieces = tensors[num_own:]
+        mask, pieces = ctx.mask.of(*tensors[: ctx.num_own]), tensors[ctx.num_own :]
         gradient, of_queries = _by_rows(mask.without_blind(gradient)), None
         of_pieces: list[torch.Tensor] = []
-        for given, options in zip(_given(q, mask, pieces), ctx.options):
-            of_q, *of_both = _gradients(gradient, q, given, _Piece(output, logs, options), ctx.scale)
+        for piece, options in zip(_with_mask(q, mask, pieces), ctx.options):
+            of_q, *of_both = _gradients(gradient, q, piece, (output, logs), options, ctx.scale)
             of_queries = of_q if of_queries is None else of_queries + of_q
             of_pieces += of_both
         cast = [one.to(piece.dtype) for one, piece in zip(of_pieces, pieces)]
-        return (of_queries, None, None, *[None] * num_own, *cast)
+        return (of_queries, None, None, *[None] * ctx.num_own, *cast)
 
 
 class _Repeated(torch.autograd.Function):
@@ -165,7 +141,7 @@ class _Repeated(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, mask: Mask, scale: float | None, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.scale, ctx.mask = scale, mask.empty()
+        ctx.scale, ctx.mask, ctx.num_own = scale, mask.of(), len(mask.tensors)
         ctx.save_for_backward(q, *tensors)
         return _whole(q, mask, scale, tensors[len(mask.tensors) :])
 
@@ -173,12 +149,11 @@ class _Repeated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
         q, *tensors = ctx.saved_tensors
-        mask, num_own = ctx.mask.filled(tensors)
-        again = [tensor.detach().requires_grad_() for tensor in (q, *tensors[num_own:])]
+        again = [tensor.detach().requires_grad_() for tensor in (q, *tensors[ctx.num_own :])]
         with torch.enable_grad():
-            output = _whole(again[0], mask, ctx.scale, again[1:])
+            output = _whole(again[0], ctx.mask.of(*tensors[: ctx.num_own]), ctx.scale, again[1:])
         of_queries, *of_pieces = torch.autograd.grad(output, again, gradient)
-        return (of_queries, None, None, *[None] * num_own, *of_pieces)
+        return (of_queries, None, None, *[None] * ctx.num_own, *of_pieces)
 
 
 def _whole(q: torch.Tensor, mask: Mask, scale: float | None, pieces: Sequence[torch.Tensor]) -> torch.Tensor:

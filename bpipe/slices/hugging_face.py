@@ -24,11 +24,7 @@ ROPES = {"default", "linear", "llama3", "yarn", "proportional"}  # the others lo
 
 
 def in_slices(stage: nn.Module) -> SlicedTransformer:
-    """Return a module that runs a stage on slices, where nothing that can be seen from outside speaks against it.
-
-    Raises:
-        ConfigurationError: a layer mixes positions in another way than by attention, or attention that cannot be replaced.
-    """
+    """Return a module that runs a stage on slices; raise a ConfigurationError where what can be seen of it speaks against it."""
     from bpipe.slices.transformers_cache import NAME
 
     _check(stage)
@@ -72,9 +68,6 @@ def _documents(kwargs: dict[str, Any], past: Sequence[Any], name: str) -> tuple[
     """Return a slice's positions, and the documents of all positions up to its end, if several are packed into the sequence.
 
     A document ends where positions do not go on. Where there is an attention_mask, this says which attends to which.
-
-    Raises:
-        StageError: some slices have positions and others have none, or they are not [batch, positions].
     """
     positions = kwargs.get("position_ids")
     if positions is None or kwargs.get("attention_mask") is not None:

@@ -17,8 +17,7 @@ import torch
 
 from bpipe.errors import StageError
 from bpipe.model.microbatch import tensors_in
-from bpipe.slices.positions import SEQUENCE
-from bpipe.torch_private.pytrees import tree_map_only
+from bpipe.model.pytree import mapped
 
 __all__: list[str] = []
 
@@ -30,21 +29,14 @@ Loss = Callable[[Any, Any], Any]
 Weigh = Callable[[Sequence[Any], Sequence[int]], Sequence[float]]
 
 
-class Dims(NamedTuple):
-    """The dimension of positions in outputs and in targets; None where specs say more than one."""
-
-    output: int | None = SEQUENCE
-    target: int | None = SEQUENCE
-
-
+Dims = tuple[int | None, int | None]  # that of positions in outputs, and in targets; None where specs say more than one
 Kind = tuple[Any, ...]  # how a slice's target looks: dimensions, and whether there is something that may not count
 
 
 class _Part(NamedTuple):
     """Some positions of a slice."""
 
-    output: Any
-    target: Any
+    pair: tuple[Any, Any]  # of its output and its target
     length: int
 
 
@@ -67,18 +59,14 @@ class LossCheck:
         self._due: dict[int, tuple[Kind, Kind]] = {}  # by the number of the second slice of each pair
         if targets is None or slices == 1 or None in dims:
             return
-        kinds, new = _kinds(targets, dims.target or 0), set(seen)
+        kinds, new = _kinds(targets, dims[1] or 0), set(seen)
         for unit, pair in enumerate(pairwise(kinds), 1):
             if unit % slices and pair not in new:
                 new.add(pair)
                 self._due[unit] = pair
 
     def look(self, unit: int, output: Any, target: Any, length: int, loss: Loss, name: str) -> None:
-        """Compare a slice with the one before it, if that is due.
-
-        Raises:
-            StageError: the loss of both is not what their losses make up.
-        """
+        """Compare a slice with the one before it, if due; raise a StageError if the loss of both is not what theirs make up."""
         if unit + 1 in self._due and length:
             self._before[unit + 1] = self._part(output, target, length, at_end=True)
         before = self._before.pop(unit, None)
@@ -86,9 +74,10 @@ class LossCheck:
             return
         kinds = self._due.pop(unit)
         part = self._part(output, target, length, at_end=False)
-        expected, found, limit = (None, None, 0.0) if part is None else self._losses(before, part, loss)
-        if expected is None or found is None:
+        losses = None if part is None else self._losses(before, part, loss)
+        if losses is None:
             return
+        expected, found, limit = losses
         self._seen.add(kinds)
         if not abs(found - expected) <= limit * max(abs(expected), abs(found)):  # NaN, too
             raise _differs(name, expected, found, is_mean=self._weigh is not None)
@@ -99,27 +88,24 @@ class LossCheck:
         if any(not tensors_in(value) or not _have_positions(value, dim, length) for value, dim in both):
             return None
         places = sorted({length - 1, *(() if at_end else range(min(POSITIONS, length))), *_odd_places(*both[1])})
-        cut = [tree_map_only(torch.Tensor, partial(_some, dim=dim, places=places), value) for value, dim in both]
-        return _Part(cut[0], cut[1], len(places))
+        first, second = (mapped(partial(_some, dim=dim, places=places), value) for value, dim in both)
+        return _Part((first, second), len(places))
 
-    def _losses(self, one: _Part, other: _Part, loss: Loss) -> tuple[float | None, float | None, float]:
-        """Return what two losses make up, the loss of both together, and how far they may be apart."""
-        both = [_joined(pair, dim) for pair, dim in zip(((one.output, other.output), (one.target, other.target)), self._dims)]
-        pairs = [(one.output, one.target), (other.output, other.target), both]
-        weights = [1.0, 1.0] if self._weigh is None else self._weigh([one.target, other.target], [one.length, other.length])
-        if not any(weights):
-            return None, None, 0.0
-        for widen in (_widened, _as_it_is):
+    def _losses(self, one: _Part, other: _Part, loss: Loss) -> tuple[float, float, float] | None:
+        """Return what two losses make up, the loss of both together, and how far they may be apart; None if nothing shows."""
+        pairs = [one.pair, other.pair, [_joined(*values) for values in zip(one.pair, other.pair, self._dims)]]
+        weights = [1.0, 1.0] if self._weigh is None else self._weigh([one.pair[1], other.pair[1]], [one.length, other.length])
+        for given in (mapped(_widened, pairs), pairs) if any(weights) else ():
             try:
                 with torch.no_grad():  # a slice in which nothing counts has no loss
-                    losses = [loss(*map(widen, pair)) if weight else 0.0 for pair, weight in zip(pairs, (*weights, 1))]
+                    losses = [loss(*pair) if weight else 0.0 for pair, weight in zip(given, (*weights, 1))]
                 first, second, whole = map(float, losses)
             except Exception:  # it may know one precision only
                 continue
             precision: Any = getattr(losses[2], "dtype", None)
             limit = LIMITS.get(precision, ROUGH)
-            return (weights[0] * first + weights[1] * second, whole, limit) if isfinite(whole) else (None, None, 0.0)
-        return None, None, 0.0
+            return (weights[0] * first + weights[1] * second, whole, limit) if isfinite(whole) else None
+        return None
 
 
 def _have_positions(value: Any, dim: int, length: int) -> bool:
@@ -160,18 +146,13 @@ def _some(tensor: torch.Tensor, *, dim: int, places: Sequence[int]) -> torch.Ten
     return tensor.detach().index_select(dim, torch.tensor(places, device=tensor.device))
 
 
-def _joined(values: tuple[Any, Any], dim: int | None) -> Any:
-    one, other = values
+def _joined(one: Any, other: Any, dim: int | None) -> Any:
     rest = iter(tensors_in(other))
-    return tree_map_only(torch.Tensor, lambda tensor: torch.cat([tensor, next(rest)], dim or 0), one)
+    return mapped(lambda tensor: torch.cat([tensor, next(rest)], dim or 0), one)
 
 
-def _widened(value: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda one: one.double() if one.is_floating_point() else one, value)
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _differs(name: str, expected: float, found: float, *, is_mean: bool) -> StageError:

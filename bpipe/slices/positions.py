@@ -51,11 +51,12 @@ class SliceCutting:
 
     Args:
         lengths_of: returns the lengths of the slices of a sequence of so many positions.
+        num_slices: k.
         num_microbatches: m, into how many of them the batch was cut.
     """
 
-    def __init__(self, lengths_of: Callable[[int], Sequence[int]], num_microbatches: int = 1) -> None:
-        self._lengths_of, self._m = lengths_of, num_microbatches
+    def __init__(self, lengths_of: Callable[[int], Sequence[int]], num_slices: int, num_microbatches: int = 1) -> None:
+        self._lengths_of, self._k, self._m = lengths_of, num_slices, num_microbatches
         self._given_whole: list[tuple[str, int]] = []  # tensors of one dimension without a spec, and their sizes
         self._first: tuple[int, str] | None = None  # the number of positions, and the value that shows it
         self.lengths: Sequence[int] = ()
@@ -65,7 +66,7 @@ class SliceCutting:
         """Return whether something in a value was cut."""
         return any(path.startswith(name) for path in self._cut)
 
-    def split(self, value: Any, spec: Any, name: str, num_slices: int) -> list[Any]:
+    def split(self, value: Any, spec: Any, name: str) -> list[Any]:
         """Cut everything in a pytree that has one entry for each position of the sequence.
 
         Args:
@@ -73,7 +74,6 @@ class SliceCutting:
             spec: None, or a pytree like `value` with a `TensorChunkSpec` for each value that is cut along a dimension, an `UpTo`,
                 or None for each value that each slice gets whole. By default, tensors are cut along dimension 1, and those with
                 fewer dimensions are given whole.
-            num_slices: k.
 
         Returns:
             k pytrees like `value`; tensors are views, not copies.
@@ -81,29 +81,26 @@ class SliceCutting:
         Raises:
             ConfigurationError: a value does not fit to the sequence, or may be a mask.
         """
-        return self._split(value, DEFAULT if spec is None else spec, name, num_slices)
+        return self._split(value, DEFAULT if spec is None else spec, name)
 
-    def _split(self, value: Any, spec: Any, path: str, k: int) -> list[Any]:
+    def _split(self, value: Any, spec: Any, path: str) -> list[Any]:
+        if not isinstance(spec, UpTo) and is_repeating(spec):
+            return [value] * self._k
         if isinstance(value, torch.Tensor):
-            return self._tensor(value, spec, path, k)
-        if spec is not DEFAULT and not isinstance(spec, UpTo) and is_repeating(spec):
-            return [value] * k
+            return self._tensor(value, spec, path)
         found = inside(value)
         if found is None:
             if spec is DEFAULT and is_repeatable(value):
-                return [value] * k
+                return [value] * self._k
             raise ConfigurationError(
                 f"{path} is a {name_of(value)}, which cannot be cut along a sequence: give tensors, or the spec None for a "
                 "value that each slice gets whole"
             )
-        specs = [DEFAULT] * found.num_own if spec is DEFAULT else specs_of(found, value, spec, path)
-        specs += [DEFAULT] * (len(found.parts) - found.num_own)
-        columns = [self._split(part, specs[i], found.path(i, path), k) for i, part in enumerate(found.parts)]
-        return [found.make([column[i] for column in columns]) for i in range(k)]
+        specs = specs_of(found, value, spec, path)
+        columns = [self._split(part, specs[i], found.path(i, path)) for i, part in enumerate(found.parts)]
+        return [found.make([column[i] for column in columns]) for i in range(self._k)]
 
-    def _tensor(self, tensor: torch.Tensor, spec: Any, path: str, k: int) -> list[torch.Tensor]:
-        if spec is not DEFAULT and not isinstance(spec, UpTo) and is_repeating(spec):
-            return [tensor] * k
+    def _tensor(self, tensor: torch.Tensor, spec: Any, path: str) -> list[torch.Tensor]:
         if tensor.is_nested:
             raise ConfigurationError(
                 f"{path} is a nested tensor, whose sequences cannot be cut at the same places: pad it, give each sequence as a "
@@ -111,7 +108,7 @@ class SliceCutting:
             )
         if spec is DEFAULT and tensor.ndim <= SEQUENCE:
             self._given_whole += [(path, size) for size in tensor.shape]
-            return [tensor] * k
+            return [tensor] * self._k
         if spec is DEFAULT and self._first is None and path.startswith("args") and tensor.ndim == 2 and tensor.is_floating_point():
             raise ConfigurationError(
                 f"{path} has the shape {list(tensor.shape)}, which may be [batch, positions] or [batch, features]: give "
@@ -162,11 +159,7 @@ class SliceCutting:
         return parts
 
     def finish(self) -> None:
-        """Check that no value which each slice got whole may have an entry for each position.
-
-        Raises:
-            ConfigurationError: one may.
-        """
+        """Raise a ConfigurationError if a value that each slice got whole may have an entry for each position."""
         size, first = self._first or (0, "")
         for path, own in self._given_whole:
             if size > 1 and not path.startswith("the target") and own in (size, size / self._m):
@@ -198,13 +191,7 @@ def _is_seen(mask: torch.Tensor) -> torch.Tensor:
 def rule_of(lengths: Lengths | None, num_slices: int) -> Callable[[int], list[int]]:
     """Return the function that returns the lengths of the slices of a sequence of so many positions.
 
-    Args:
-        lengths: of the slices, as the user gave them; None: equal ones.
-        num_slices: k.
-
-    Raises:
-        ConfigurationError: there are not k lengths, or they are not positive. The function raises it for a sequence that cannot be
-            cut so.
+    A ConfigurationError says that there are not k positive lengths; the function raises it for a sequence that cannot be cut so.
     """
     if lengths is None:
         return partial(_equal_lengths, num_slices)

@@ -18,11 +18,7 @@ WRAPPED = (COMPILED, "module")  # what torch.compile and DistributedDataParallel
 
 
 def check_takes_slices(module: nn.Module, name: str) -> None:
-    """Raise if a stage's module cannot take slices.
-
-    Raises:
-        ConfigurationError: its forward has no argument `past`, or one of its layers mixes the positions of a sequence.
-    """
+    """Raise a ConfigurationError if a stage's module has no argument `past`, or a layer that mixes the positions of a sequence."""
     if not takes_past(module):
         raise ConfigurationError(
             f"{name} does not take slices: the forward of its {type(module).__name__} has no argument `past`. Give it one, with "

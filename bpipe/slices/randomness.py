@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -13,9 +13,8 @@ import numpy.random  # noqa: F401  # its first import would look like a draw
 import torch
 from torch import nn
 
-from bpipe.device import random_state
 from bpipe.logs import warn_once
-from bpipe.recomputation.generators import PYTHON, GlobalNumPy, Source, are_equal, source_of, threads_beside
+from bpipe.recomputation.generators import PYTHON, TORCH, GlobalNumPy, Source, are_equal, source_of, threads_beside, torch_on
 from bpipe.torch_private.modes import DispatchMode
 from bpipe.torch_private.modules import is_compiled
 from bpipe.torch_private.operators import arguments_of
@@ -23,14 +22,15 @@ from bpipe.torch_private.operators import arguments_of
 __all__: list[str] = []
 
 RANDOM = torch.Tag.nondeterministic_seeded
+PERHAPS_DRAWN = (
+    "Python's or NumPy's random numbers were drawn during a slice's forward or loss, by it or by another thread of this "
+    "process (%s). If the slice draws them itself, train without slices: they draw other ones than the whole sequence. If "
+    "another thread does, as one that loads data, give it a generator of its own"
+)
 
 
 class Randomness:
-    """Watches one forward.
-
-    Args:
-        device: the stages'.
-        own: generators of the user's.
+    """Watches one forward on a device, with generators of the user's beside the process's.
 
     Attributes:
         is_found: whether random numbers were drawn, once the forward is over.
@@ -38,7 +38,7 @@ class Randomness:
     """
 
     def __init__(self, device: torch.device, own: Sequence[Source]) -> None:
-        self._own = [Source(torch.get_rng_state, torch.set_rng_state), Source(partial(random_state, device), lambda _: None), *own]
+        self._own = [TORCH, torch_on(device), *own]
         self.is_found, self.norm = False, ""
 
     @contextmanager
@@ -49,7 +49,10 @@ class Randomness:
         yield
         self.is_found |= not all(map(are_equal, before, _states(self._own)))
         if not all(map(are_equal, before_of_process, _states(of_process))):
-            self._judge(threads_beside(get_ident()))
+            if threads := threads_beside(get_ident()):
+                warn_once("numbers of slices", PERHAPS_DRAWN, threads)
+            else:
+                self.is_found = True
 
     @contextmanager
     def closely(self, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -59,24 +62,9 @@ class Randomness:
         under a mode, so that only states are compared there.
         """
         mode = _Drawing()  # type: ignore[no-untyped-call]
-        with ExitStack() as stack:
-            if not any(map(is_compiled, modules)):
-                stack.enter_context(mode)
+        with nullcontext() if any(map(is_compiled, modules)) else mode:
             yield
         self.is_found, self.norm = self.is_found or mode.is_found, mode.norm
-
-    def _judge(self, threads: str) -> None:
-        """Judge a draw from Python's or NumPy's own numbers, which may have been another thread's."""
-        if not threads:
-            self.is_found = True
-            return
-        warn_once(
-            "numbers of slices",
-            "Python's or NumPy's random numbers were drawn during a slice's forward or loss, by it or by another thread of this "
-            "process (%s). If the slice draws them itself, train without slices: they draw other ones than the whole sequence. If "
-            "another thread does, as one that loads data, give it a generator of its own",
-            threads,
-        )
 
 
 def _states(sources: Iterable[Source | GlobalNumPy]) -> list[Any]:
@@ -94,12 +82,9 @@ def roots_of(functions: Sequence[Any]) -> list[Any]:
     own = [getattr(code, "__func__", code) for code in codes.values()]
     own = [code for code in own if not (getattr(code, "__module__", "") or "").startswith("torch.")]
     around = [value for code in own for value in getattr(code, "__globals__", {}).values()]
-    inner = [one for value in around if isinstance(value, (dict, list, tuple)) for one in _inside(value)]
+    inner = [one for value in around if isinstance(value, (list, tuple)) for one in value]
+    inner += [one for value in around if isinstance(value, dict) for one in [*value.values()]]
     return [*functions, *own, *{id(one): one for one in (*around, *inner) if source_of(one) is not None}.values()]
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    return list(value.values()) if isinstance(value, dict) else value
 
 
 class _Drawing(DispatchMode):

@@ -17,15 +17,12 @@ REENTRANT = "CheckpointFunctionBackward"
 
 
 def check_checkpoints(outputs: Sequence[torch.Tensor], state: Sequence[torch.Tensor], name: str) -> None:
-    """Raise if a slice's graph has a reentrant checkpoint which states go into or come out of inside of tuples.
+    """Raise a StageError if states pass a reentrant checkpoint inside of tuples: gradients would be wrong without a word.
 
     Args:
         outputs: what the slice's stage has returned.
         state: what it leaves for later slices.
         name: of the slice.
-
-    Raises:
-        StageError: there is one; gradients would be wrong without a word.
     """
     found = [node for node in nodes_behind(edges_of([*outputs, *state])) if type(node).__name__ == REENTRANT]
     given = [tensor for node in found for tensor in tensors_in(getattr(node, "inputs", ()))]

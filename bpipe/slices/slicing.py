@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,41 +14,18 @@ from bpipe.model.call import CutBatch
 from bpipe.model.chunks import check_joinable, join
 from bpipe.model.merging import join_values, merge
 from bpipe.model.microbatch import tensors_in
+from bpipe.model.pytree import flattened
 from bpipe.model.specs import check_specs
-from bpipe.slices.loss_check import IGNORED, Dims, Kind, LossCheck
+from bpipe.slices.loss_check import IGNORED, Kind, LossCheck
 from bpipe.slices.positions import SEQUENCE, Lengths, SliceCutting, UpTo, rule_of
-from bpipe.torch_private.pytrees import tree_leaves
 
 __all__: list[str] = []
 
 UNKNOWN = 0  # the length of a slice that this rank has nothing of
 
 
-class _Slices(NamedTuple):
-    """One microbatch in slices."""
-
-    args: Sequence[tuple[Any, ...]]
-    kwargs: Sequence[dict[str, Any]]
-    targets: Sequence[Any]  # none if the call has none
-    weights: Sequence[float]  # of the slices' losses in that of the microbatch
-    lengths: Sequence[int]  # UNKNOWN where nothing was cut
-
-
 class Slicing:
-    """Cut microbatches into k slices.
-
-    Args:
-        num_slices: k.
-        lengths: of the slices, in positions or as shares of the sequence that add up to 1, or a function that returns them for a
-            number of positions; default: equal ones. It is asked for each microbatch.
-        args_spec: how positional arguments are cut along the sequence, nested as they are: see `SliceCutting.split`.
-        kwargs_spec: likewise for keyword arguments.
-        target_spec: likewise for the target.
-        output_spec: how the outputs of slices are merged, as `merge` says; default: tensors are concatenated along dimension 1.
-
-    Raises:
-        ConfigurationError: there are not k lengths, or they are not positive.
-    """
+    """Cut microbatches into k slices, by the lengths and the specs that `Options` describes."""
 
     def __init__(
         self,
@@ -68,21 +45,12 @@ class Slicing:
         self._compared: set[tuple[Kind, Kind]] = set()  # how targets looked in slices whose losses were compared
 
     def loss_check(self, targets: Sequence[Any] | None, *, is_mean: bool) -> LossCheck:
-        """Return what compares the losses of slices with those of whole sequences.
-
-        Args:
-            targets: of all slices of a step.
-            is_mean: whether a microbatch's loss is the mean of its slices' losses, and not their sum.
-        """
-        dims = Dims(*(_dim_of(spec) for spec in (self._output_spec, self._specs[2])))
+        """Return what compares the losses of a step's slices with those of whole sequences, their mean or their sum."""
+        dims = _dim_of(self._output_spec), _dim_of(self._specs[2])
         return LossCheck(self.num_slices, dims, _weights if is_mean else None, targets, self._compared)
 
     def cut(self, given: CutBatch) -> CutBatch:
-        """Cut all microbatches of a call, each by its own number of positions.
-
-        Raises:
-            ConfigurationError: a value does not fit to the sequence, or may be a mask; it names the microbatch.
-        """
+        """Cut all microbatches of a call, each by its own number of positions; a ConfigurationError names the microbatch."""
         found = []
         for number in range(len(given.args)):
             try:
@@ -94,36 +62,28 @@ class Slicing:
             args, kwargs, targets if given.targets is not None else None, False, weights or None, lengths if any(lengths) else None
         )
 
-    def _cut(self, given: CutBatch, number: int) -> _Slices:
+    def _cut(self, given: CutBatch, number: int) -> Sequence[Sequence[Any]]:
+        """Return the args, kwargs, targets, weights in the loss, and lengths, of one microbatch's slices."""
         args_spec, kwargs_spec, target_spec = self._specs
-        cutting = SliceCutting(self._lengths_of, len(given.args))
-        args = cutting.split(given.args[number], args_spec, "args", self.num_slices)
-        kwargs = cutting.split(given.kwargs[number], kwargs_spec, "kwargs", self.num_slices)
-        if given.targets is None:
-            cutting.finish()
-            return _Slices(args, kwargs, [], [], cutting.lengths or [UNKNOWN] * self.num_slices)
-        known = cutting.lengths
-        targets = cutting.split(given.targets[number], target_spec, "the target", self.num_slices)
+        cutting = SliceCutting(self._lengths_of, self.num_slices, len(given.args))
+        args = cutting.split(given.args[number], args_spec, "args")
+        kwargs = cutting.split(given.kwargs[number], kwargs_spec, "kwargs")
+        known, targets = cutting.lengths, list[Any]()
+        if given.targets is not None:
+            targets = cutting.split(given.targets[number], target_spec, "the target")
         cutting.finish()
-        if target_spec is None:
+        if targets and target_spec is None:
             if not cutting.has_cut("the target"):
                 raise ConfigurationError(
                     "the target has no dimension of positions, so no slice can be compared with it: give one with an entry for "
                     "each position (-100 where there is nothing to learn), or train without slices"
                 )
             known = cutting.lengths
-        return _Slices(args, kwargs, targets, _weights(targets, cutting.lengths), known or [UNKNOWN] * self.num_slices)
+        weights = _weights(targets, cutting.lengths) if targets else []
+        return args, kwargs, targets, weights, known or [UNKNOWN] * self.num_slices
 
     def merged(self, outputs: Sequence[Any], lengths: Sequence[int] | None) -> list[Any]:
-        """Return the outputs of the microbatches, given those of their slices.
-
-        Args:
-            outputs: of all slices.
-            lengths: of all slices, where they are known.
-
-        Raises:
-            StageError: outputs do not fit together, or do not have the positions of their slices.
-        """
+        """Return the outputs of the microbatches, given those of all slices, and the lengths of these where they are known."""
         if self.num_slices == 1:
             return list(outputs)
         found = []
@@ -134,16 +94,9 @@ class Slicing:
         return found
 
     def expected(self, output: Any, lengths: Sequence[int] | None) -> list[Any]:
-        """Return what the outputs of microbatches will look like, given that of the first slice.
+        """Return what the outputs of microbatches will look like, given the first slice's, and all lengths where they are known.
 
-        Args:
-            lengths: of all slices, where they are known.
-
-        Returns:
-            One of them, or, if their sequences have different lengths, all; their tensors have shapes, but no content.
-
-        Raises:
-            StageError: the output does not have the positions of its slice.
+        That is one of them, or, if their sequences have different lengths, all; their tensors have shapes, but no content.
         """
         if self.num_slices == 1:
             return [output]
@@ -188,7 +141,7 @@ def _join(parts: Sequence[Any], spec: Any, *, lengths: Sequence[int] | None) -> 
 
 def _dim_of(spec: Any) -> int | None:
     """Return the dimension of positions that a spec says; None if it says several, or none for some values."""
-    dims = {SEQUENCE if one is None and spec is None else getattr(one, "split_dim", None) for one in tree_leaves(spec)}
+    dims = {SEQUENCE if one is None and spec is None else getattr(one, "split_dim", None) for one in flattened(spec)}
     return dims.pop() if len(dims) == 1 else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,11 +23,7 @@ __all__: list[str] = []
 
 
 def split_result(result: object, where: str) -> tuple[Any, str, list[torch.Tensor]]:
-    """Return a stage's output, and its state split by `flatten_message`.
-
-    Raises:
-        StageError: the stage has returned something else, or a state that cannot be kept.
-    """
+    """Return a stage's output, and its state split by `flatten_message`; raise a StageError if it has returned something else."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise StageError(
             f"{where}: a stage that takes slices returns (output, state), where state is what it wants back in `past` for the "
@@ -52,10 +48,7 @@ class Sequences:
     """The slices of the sequences of one rank: each forward gets what the earlier slices have left, and leaves its own state.
 
     Args:
-        microbatches: the states of all slices.
         slices: into how many slices each sequence is cut.
-        device: the stages'.
-        has_backward: whether graphs are built.
         num_close: how many forwards are looked at closely for random numbers.
     """
 
@@ -67,11 +60,7 @@ class Sequences:
         self._generators: dict[tuple[int, ...], Sequence[Source]] = {}  # by the modules that run
 
     def before(self, state: MicrobatchState) -> list[SliceState]:
-        """Return what the earlier slices of the same sequence have left, the first one first.
-
-        Raises:
-            StageError: a slice has changed the state of an earlier one in place.
-        """
+        """Return what the earlier slices of the sequence have left, the first one first; raise a StageError if one was changed."""
         found = [earlier.left for earlier in self._microbatches.before(state, self._slices)]
         assert None not in found, "slices of a sequence run forward in order, and backward in the opposite order"
         states = [left for left in found if left is not None]
@@ -88,28 +77,22 @@ class Sequences:
         """Run a slice's forward: what it joins is saved in pieces, and it draws no random numbers that a backward depends on.
 
         Yields what the slice casts.
-
-        Raises:
-            StageError: it has drawn some: each slice would draw other numbers than the whole sequence.
         """
-        with ExitStack() as stack:
-            stack.enter_context(self.watching(name, modules))
-            yield stack.enter_context(keeping_pieces(sets_hooks=sets_hooks)) if self._has_backward else {}
+        pieces = keeping_pieces(sets_hooks=sets_hooks) if self._has_backward else nullcontext[Casts]({})
+        with self.watching(name, modules), pieces as casts:
+            yield casts
 
     @contextmanager
     def watching(self, name: str, modules: Sequence[torch.nn.Module], functions: Sequence[Any] = ()) -> Iterator[None]:
-        """Run the user's code for a slice that a backward depends on, which must not draw random numbers.
+        """Run the user's code for a slice that a backward depends on; raise a StageError if it draws random numbers.
 
-        The first sequence of a step with new shapes is looked at closely. Later, a generator that no module or function refers to
-        is not seen.
+        Each slice would draw other ones than the whole sequence. The first sequence of a step with new shapes is looked at closely.
+        Later, a generator that no module or function refers to is not seen.
 
         Args:
             name: of the slice.
             modules: that may have generators.
             functions: likewise.
-
-        Raises:
-            StageError: it has drawn some: each slice would draw other numbers than the whole sequence.
         """
         if not self._has_backward or self._slices == 1:  # which is the whole sequence
             yield
@@ -118,11 +101,8 @@ class Sequences:
         if key not in self._generators:
             self._generators[key] = Reachable(roots_of((*modules, *functions))).sources
         found = Randomness(self._device, self._generators[key])
-        with ExitStack() as stack:
-            if self._num_close > 0:
-                self._num_close -= 1
-                stack.enter_context(found.closely(modules))
-            stack.enter_context(found.states())
+        self._num_close, is_close = max(0, self._num_close - 1), self._num_close > 0
+        with found.closely(modules) if is_close else nullcontext(), found.states():
             yield
         if found.is_found:
             raise StageError(
@@ -136,14 +116,7 @@ class Sequences:
             )
 
     def take(self, result: object, state: MicrobatchState, casts: Casts) -> tuple[Any, list[torch.Tensor]]:
-        """Return the output in a stage's result, and the tensors of the state that it leaves for later slices.
-
-        Args:
-            casts: what the slice has cast, which replaces what it was cast from in the state.
-
-        Raises:
-            StageError: the stage has returned something else.
-        """
+        """Return the output in a stage's result, and its state for later slices, in which what was cast stands for what it was."""
         output, tree, tensors = split_result(result, state.name)
         tensors = [casts.get(id(tensor), (None, tensor))[1] for tensor in tensors]
         if state.microbatch == 1 and self._has_backward:  # the first one with an earlier slice; the others are alike

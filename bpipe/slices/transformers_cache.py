@@ -67,12 +67,7 @@ class Pieces(Cache):
         return key_states, value_states
 
     def attend(self, module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> list[Pair]:
-        """Note that a layer attends to its own keys and values, and return those of earlier slices.
-
-        Raises:
-            StageError: they are not what it has handed over, which is what it would get of earlier slices, or it has
-                attended already.
-        """
+        """Note that a layer attends, once, to the keys and values that it has handed over; return those of earlier slices."""
         layer: Any = getattr(module, "layer_idx", None)
         own = self.own.get(layer)
         if own is None or own[0] is not key or own[1] is not value or layer in self.attended:
@@ -94,11 +89,7 @@ class Pieces(Cache):
         return self.start + query_length, 0
 
     def state(self, positions: int) -> dict[str, Any]:
-        """Return what later slices need.
-
-        Raises:
-            StageError: a layer has not attended to the earlier slices.
-        """
+        """Return what later slices need; raise a StageError if a layer has not attended to the earlier slices."""
         if not self.own or self.own.keys() != self.attended:
             raise StageError(
                 f"{self.name} cannot take slices: of its layers, {sorted(self.own)} have handed over keys and values, and "
@@ -129,7 +120,7 @@ def attend(
         found = causal_attention(query, key, value, earlier, scale=scale, documents=documents)
         return found.transpose(1, 2).contiguous(), None
     if documents is not None:
-        attention_mask = attention_mask & Documents(documents, query.shape[2]).whole()
+        attention_mask = attention_mask & Documents(documents, queries=query.shape[2]).whole()
     if not earlier:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     found = masked_attention(query, key, value, earlier, attention_mask, scale)

@@ -28,8 +28,7 @@ def make_buffers_equal(replica: DistributedDataParallel) -> bool:
 
 def averages_check(replica: DistributedDataParallel) -> Callable[[], None]:
     """Return what raises a RuntimeError if a backward has not averaged all gradients."""
-    check: Callable[[], None] = ask(replica.reducer, "_check_reducer_finalized")
-    return check
+    return ask(replica.reducer, "_check_reducer_finalized")
 
 
 def forget_backward(replica: DistributedDataParallel) -> None:

@@ -24,8 +24,7 @@ def timeout_of(group: Any, device: torch.device) -> timedelta | None:
 
 def backends_of_packages() -> Mapping[str, Any]:
     """Return the backends that packages have registered, by their names in capitals; since torch 2.14 also torch's own."""
-    plugins: Mapping[str, Any] = ask(dist.Backend, "_plugins", {})
-    return plugins
+    return ask(dist.Backend, "_plugins", {})
 
 
 def backend_options() -> Any:
@@ -62,10 +61,7 @@ def mesh_of_stage(stage: Any) -> Any:
 
 def contexts_of_stage(stage: Any) -> Mapping[int, Any]:
     """Return the forward contexts that are registered on torch's stage, by their handles' numbers."""
-    if release() < (2, 15):
-        return {}
-    contexts: Mapping[int, Any] = ask(stage, "_forward_contexts")
-    return contexts
+    return {} if release() < (2, 15) else ask(stage, "_forward_contexts")
 
 
 def examples_of_stage(stage: Any) -> Any:

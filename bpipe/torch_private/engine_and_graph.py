@@ -73,18 +73,17 @@ def set_common_hook_class(make: Any) -> None:
 
 def backward_runs() -> bool:
     """Return whether the caller is called by a backward."""
-    return bool(ask(torch._C, "_current_graph_task_id")() != NO_BACKWARD)
+    return ask(torch._C, "_current_graph_task_id")() != NO_BACKWARD
 
 
 def current_node() -> Node | None:
     """Return the node of the graph that a backward runs now."""
-    node: Node | None = ask(torch._C, "_current_autograd_node")()
-    return node
+    return ask(torch._C, "_current_autograd_node")()
 
 
 def will_run(node: Node) -> bool:
     """Return whether the backward that calls the caller leads to a node."""
-    return bool(ask(torch._C, "_will_engine_execute_node")(node))
+    return ask(torch._C, "_will_engine_execute_node")(node)
 
 
 class OwnPackHook(partial[Any]):
@@ -109,5 +108,4 @@ def saved_names(kind: type) -> tuple[str, ...]:
 
 def function_of(node: Any) -> type:
     """Return the custom Function whose backward a node is; the node's own class if torch does not tell."""
-    function: type = ask(type(node), "_forward_cls", type(node))
-    return function
+    return ask(type(node), "_forward_cls", type(node))

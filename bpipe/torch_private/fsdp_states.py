@@ -73,8 +73,7 @@ def end_backward(root: Any) -> None:
 
 def gathered(parameter: Any) -> torch.Tensor | None:
     """Return the gathered parameter; None if it was never gathered. It keeps its gradient when it is freed."""
-    whole: torch.Tensor | None = _set_later(parameter, "_unsharded_param")
-    return whole
+    return _set_later(parameter, "_unsharded_param")
 
 
 def _set_later(parameter: Any, name: str) -> Any:
@@ -89,8 +88,7 @@ def stand_ins(parameter: Any) -> list[torch.Tensor]:
 
 def partly_reduced(group: Any) -> torch.Tensor | None:
     """Return the gradients that are reduced over some of the ranks, and wait for the others."""
-    gradients: torch.Tensor | None = ask(group, "_partial_reduce_output")
-    return gradients
+    return ask(group, "_partial_reduce_output")
 
 
 def free(group: Any) -> None:

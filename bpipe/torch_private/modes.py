@@ -33,14 +33,14 @@ else:
 
 def function_modes() -> list[Any]:
     """Return the function modes of this thread, such as a default device."""
-    return list(ask(torch.overrides, "_get_current_function_mode_stack")())
+    return ask(torch.overrides, "_get_current_function_mode_stack")()
 
 
 def dispatch_modes() -> list[Any]:
     """Return the dispatch modes of this thread."""
-    return list(ask(_dispatch, "_get_current_dispatch_mode_stack")())
+    return ask(_dispatch, "_get_current_dispatch_mode_stack")()
 
 
 def derivative_level() -> int:
     """Return the level of forward derivatives that the process is in, -1 for none."""
-    return int(ask(forward_ad, "_current_level", -1))
+    return ask(forward_ad, "_current_level", -1)

@@ -20,24 +20,14 @@ OF_ALL = frozenset(vars(nn.Module()))  # the attributes that every module has
 REPEATING = frozenset({"_flat_weights", "modules_buffers", "named_module_buffers", "_module_parameters"})
 FORWARD = 2  # so many of them are hooks of the forward
 COMPILED = "_orig_mod"  # as which torch.compile's modules have the module inside
-
-
-def _each(module: nn.Module) -> Hooks:
-    return tuple(ask(module, name) for name in _HOOKS)
-
-
 SEES_HOOKS = all(has(nn.Module(), name) for name in _HOOKS)
 # All hooks of a module, by their ids: before and after its forward, before and after its backward.
-hooks_of: Callable[[nn.Module], Hooks] = attrgetter(*_HOOKS) if SEES_HOOKS else _each
-
-
-def _none(module: nn.Module) -> None:
-    return None
-
-
+hooks_of: Callable[[nn.Module], Hooks] = (
+    attrgetter(*_HOOKS) if SEES_HOOKS else lambda module: tuple(ask(module, name) for name in _HOOKS)
+)
 # What `module.compile()` has made of a module, if anything.
 compiled_call: Callable[[nn.Module], object] = (
-    attrgetter("_compiled_call_impl") if has(nn.Module(), "_compiled_call_impl") else _none
+    attrgetter("_compiled_call_impl") if has(nn.Module(), "_compiled_call_impl") else lambda module: None
 )
 
 
@@ -59,5 +49,4 @@ def script_state(script: Any) -> Any:
 
 def script_attributes(script: Any) -> Mapping[str, tuple[Any, bool]]:
     """Return the attributes of a module of torch.jit by name: the type of each, and whether it is a parameter."""
-    attributes: Mapping[str, tuple[Any, bool]] = ask(script, "_concrete_type").get_attributes()
-    return attributes
+    return ask(script, "_concrete_type").get_attributes()

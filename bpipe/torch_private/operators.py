@@ -29,8 +29,7 @@ def norms_of(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Te
     together = ask(torch, "_foreach_norm", None)
     if together is None:
         return [torch.linalg.vector_norm(one, order) for one in tensors]
-    norms: Sequence[torch.Tensor] = together(tensors, order)
-    return norms
+    return together(tensors, order)
 
 
 def arguments_of(operator: Any) -> Sequence[Any]:

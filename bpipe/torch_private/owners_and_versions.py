@@ -15,25 +15,14 @@ from bpipe.torch_private.names import ask, has
 __all__: list[str] = []
 
 
-def _never_changed(tensor: torch.Tensor) -> int:
-    return 0
-
-
 # The number of in-place changes of a tensor's memory until now.
-version_of: Callable[[torch.Tensor], int] = attrgetter("_version") if has(torch.Tensor, "_version") else _never_changed
-
-
-def _many(address: int) -> int:
-    return sys.maxsize
-
-
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version") if has(torch.Tensor, "_version") else lambda _: 0
 # The identity of a storage, which none other has as long as anybody has a weak reference to it; Python's `id` may be reused then.
 address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata") if has(torch.UntypedStorage(0), "_cdata") else id
 # num_references(address_of(storage)) is the number of references to a storage, with that of its Python object, or very many where
 # torch does not tell. Both are torch's own functions, because they are called for each gradient of each backward.
 COUNTS_OWNERS = has(torch._C, "_storage_Use_Count") and has(torch.UntypedStorage(0), "_cdata")
-num_references: Callable[[int], int] = torch._C._storage_Use_Count if COUNTS_OWNERS else _many
-
+num_references: Callable[[int], int] = torch._C._storage_Use_Count if COUNTS_OWNERS else lambda _: sys.maxsize
 
 # Without one of these a saved tensor could be emptied that others use, or be another one than the user's code expects.
 _TO_FOLLOW = {
@@ -54,8 +43,7 @@ def check_follows() -> None:
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor that another one is a view of; None if it is none, or torch does not tell."""
-    base: torch.Tensor | None = ask(tensor, "_base", None)
-    return base
+    return ask(tensor, "_base", None)
 
 
 def hooks_on(tensor: torch.Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
@@ -65,8 +53,7 @@ def hooks_on(tensor: torch.Tensor) -> tuple[Mapping[int, Any], Mapping[int, Any]
 
 def storage_at(address: int, device: torch.device, num_bytes: int) -> torch.UntypedStorage:
     """Return a storage over memory that somebody else allocates and frees."""
-    storage: torch.UntypedStorage = ask(torch._C, "_construct_storage_from_data_pointer")(address, device, num_bytes)
-    return storage
+    return ask(torch._C, "_construct_storage_from_data_pointer")(address, device, num_bytes)
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,4 +63,4 @@ def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def ragged_dimension(tensor: torch.Tensor) -> int:
     """Return the dimension of a jagged tensor in which its parts differ."""
-    return int(ask(tensor, "_ragged_idx"))
+    return ask(tensor, "_ragged_idx")

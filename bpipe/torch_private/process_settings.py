@@ -44,7 +44,7 @@ class Setting(NamedTuple):
 
 def settings() -> list[Setting]:
     """Return all settings of torch that can be read and set; a later one may depend on an earlier one."""
-    return [*_in_pairs(), *_of_attention(), *_of_precision(), *_public(), *_variables()]
+    return [*_in_pairs(), *_of_precision(), *_public(), *_variables()]
 
 
 def _in_pairs() -> Iterator[Setting]:
@@ -53,7 +53,8 @@ def _in_pairs() -> Iterator[Setting]:
         found = _GETTER.fullmatch(getter)
         if found is None or any(word in getter for word in _OTHERWISE):
             continue
-        setter = next((one for one in (f"_set_{found[1]}", f"set_{found[1]}") if hasattr(torch._C, one)), None)
+        setters = f"_set_{found[1]}", f"set_{found[1]}", f"_set_sdp_use_{found[1].removesuffix('_sdp_enabled')}"
+        setter = next((one for one in setters if hasattr(torch._C, one)), None)
         if setter is not None and _is_read(get := getattr(torch._C, getter)):
             yield Setting(found[1], get, partial(_set, getattr(torch._C, setter)))
 
@@ -68,12 +69,6 @@ def _is_read(get: Callable[[], Any]) -> bool:
 
 def _set(setter: Callable[..., object], value: Any) -> None:
     setter(*value) if isinstance(value, tuple) else setter(value)
-
-
-def _of_attention() -> Iterator[Setting]:
-    for getter in dir(torch._C):
-        if (found := re.fullmatch("_get_(.+)_sdp_enabled", getter)) and hasattr(torch._C, f"_set_sdp_use_{found[1]}"):
-            yield Setting(f"{found[1]}_sdp", getattr(torch._C, getter), getattr(torch._C, f"_set_sdp_use_{found[1]}"))
 
 
 def _of_precision() -> Iterator[Setting]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bpipe.torch_private.names import ask
@@ -25,25 +25,3 @@ def parts_of(value: Any) -> tuple[Sequence[Any], Any, Callable[[Sequence[Any]], 
     parts, rest = ask(_pytree, "tree_flatten")(value, is_leaf=lambda part: part is not value)
     make = ask(_pytree, "tree_unflatten")
     return parts, rest, lambda parts: make(parts, rest)
-
-
-def tree_flatten(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a pytree, and its structure."""
-    leaves, structure = ask(_pytree, "tree_flatten")(value)
-    return leaves, structure
-
-
-def tree_unflatten(leaves: Iterable[Any], structure: Any) -> Any:
-    """Return the pytree of a structure with these leaves."""
-    return ask(_pytree, "tree_unflatten")(leaves, structure)
-
-
-def tree_leaves(value: Any) -> list[Any]:
-    """Return the leaves of a pytree."""
-    leaves: list[Any] = ask(_pytree, "tree_leaves")(value)
-    return leaves
-
-
-def tree_map_only(kind: type, change: Callable[[Any], Any], value: Any) -> Any:
-    """Return a pytree like another one, with the leaves of a type changed."""
-    return ask(_pytree, "tree_map_only")(kind, change, value)

@@ -15,20 +15,17 @@ def scale_of(scaler: torch.amp.GradScaler, device: torch.device) -> torch.Tensor
     """Return a scaler's scale, made on a device if it has scaled nothing yet."""
     if ask(scaler, "_scale") is None:
         ask(scaler, "_lazy_init_scale_growth_tracker")(device)
-    scale: torch.Tensor = ask(scaler, "_scale")
-    return scale
+    return ask(scaler, "_scale")
 
 
 def take_state(scaler: torch.amp.GradScaler, optimizer: object) -> dict[str, Any]:
     """Return what a scaler knows of the step of an object in place of an optimizer, and let it forget that."""
-    state: dict[str, Any] = ask(scaler, "_per_optimizer_states").pop(id(optimizer))
-    return state
+    return ask(scaler, "_per_optimizer_states").pop(id(optimizer))
 
 
 def state_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Return what a scaler knows of an optimizer's step."""
-    state: dict[str, Any] = ask(scaler, "_per_optimizer_states")[id(optimizer)]
-    return state
+    return ask(scaler, "_per_optimizer_states")[id(optimizer)]
 
 
 def has_states(scaler: torch.amp.GradScaler) -> bool:

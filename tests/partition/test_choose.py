@@ -170,9 +170,9 @@ def test_memory_shapes_the_cut() -> None:
 def test_what_is_said_of_a_choice() -> None:
     layers = [layer(i, 0.001 * (1 + i % 2), 2**20, 2**18, 2**20) for i in range(6)]
     choice = choose_stages(layers, 4, 8, schedule="interleaved_1f1b", num_ranks=2, link=Link(bytes_per_s=1e4))
-    assert choice.stage_ranks == (0, 1, 0, 1) and sum(map(len, choice.stages)) == 6
-    plan = build("interleaved_1f1b", 4, 8, num_ranks=2)
-    free = simulate(plan, choice.costs)
+    assert choice.plan.stage_ranks == (0, 1, 0, 1) and sum(map(len, choice.stages)) == 6
+    assert choice.plan.actions == build("interleaved_1f1b", 4, 8, num_ranks=2).actions
+    free = simulate(choice.plan, choice.costs)
     assert choice.step_s > free.makespan_s
     assert tuple(free.device_peak_bytes(rank) for rank in range(2)) == choice.rank_bytes
     assert choice.rank_s == pytest.approx((0.015, 0.012))
@@ -192,10 +192,10 @@ slowest: rank 1, 15 ms per microbatch; fullest: rank 0, 8.00 MiB"""
     [
         ({"num_stages": 7}, ConfigurationError, "6 layers do not fill 7 stages"),
         ({"num_stages": 0}, ConfigurationError, "num_stages=0"),
-        ({"objective": "speed"}, ConfigurationError, "objective='speed': give 'time' or 'memory'"),
+        ({"objective": "speed"}, ConfigurationError, "objective='speed': choose 'time' or 'memory'"),
         ({"schedule": "1f2b"}, ConfigurationError, "no schedule is called '1f2b'"),
         ({"memory_bytes": 0}, ConfigurationError, "memory_bytes=0"),
-        ({"memory_bytes": [5]}, ConfigurationError, "memory_bytes has 1 entries: give one number, or one for each of 3 ranks"),
+        ({"memory_bytes": [5]}, ConfigurationError, r"memory_bytes=\[5\]: give a whole number .*, or one for each of 3 ranks"),
         ({"memory_bytes": 10}, BudgetError, "the closest needs 42 bytes on rank 1"),
         ({"memory_bytes": [None, 1, None]}, BudgetError, "on rank 1, which may hold 1"),
     ],
@@ -226,13 +226,13 @@ def test_halves_of_stages_are_those_of_their_layers() -> None:
     """Half of what was not measured; nothing in the first stage of a model whose input needs no gradient."""
     halves = (0.0, 0.5, None, 1.5, 1.0)
     layers = [LayerCost(names=(f"{i}",), forward_s=1.0, backward_s=2.0, input_s=half) for i, half in enumerate(halves)]
-    assert [Chain(layers).input_s(*piece) for piece in ((0, 2), (1, 3), (3, 5), (2, 3))] == [0.0, 1.5, 2.5, 1.0]
-    assert Chain(layers[1:]).input_s(0, 2) == 1.5
-    assert [Chain(layers).weight_s(*piece) for piece in ((0, 2), (1, 3), (3, 5))] == [4.0, 2.5, 1.5]
+    assert Chain(layers).costs([(0, 2), (1, 3), (3, 5), (2, 3)]).input_s == (0.0, 1.5, 2.5, 1.0)
+    assert Chain(layers[1:]).costs([(0, 2)]).input_s == (1.5,)
+    assert Chain(layers).costs([(0, 2), (1, 3), (3, 5)]).weight_s == (4.0, 2.5, 1.5)
     layers[3] = replace(layers[3], weight_s=0.75)  # more than is left of a whole backward
-    assert [Chain(layers).weight_s(*piece) for piece in ((0, 4), (2, 4))] == [8.0, 1.75]
+    assert Chain(layers).costs([(0, 4), (2, 4)]).weight_s == (8.0, 1.75)
     choice = choose_stages(layers[:4], 2, 4, schedule="zb_h1")
-    assert (choice.input_s, choice.weight_s) == ((0.0, 2.5), (4.0, 1.75))
+    assert (choice.costs.input_s, choice.costs.weight_s) == ((0.0, 2.5), (4.0, 1.75))
     assert choice.costs.seconds(Op.W, 1, 0) == 1.75
     for name, wrong in product(("input_s", "weight_s"), (-1.0, float("nan"))):
         with pytest.raises(ConfigurationError, match=name):

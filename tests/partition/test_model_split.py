@@ -238,7 +238,7 @@ def test_every_problem_is_listed() -> None:
         (lambda: bpipe.split_model(print, [["a"]]), "split_model cuts an nn.Module, got builtin"),
         (lambda: bpipe.split_model(Transformer(), []), "there are none"),
         (lambda: bpipe.split_model(Transformer(), ["embed"]), "a stage is a list of names, got the text 'embed'"),
-        (lambda: bpipe.split_model(Nano(), NANO, missing="skip"), "missing='skip': a missing module is one of 'pass', 'zero'"),
+        (lambda: bpipe.split_model(Nano(), NANO, missing="skip"), "missing='skip': choose 'pass', 'zero' or 'none'"),
         (lambda: bpipe.split_model(Nano(), NANO, missing={"pos": "nil"}), r"missing\['pos'\]='nil'"),
         (lambda: bpipe.split_model(Nano(), NANO, missing={"emb": "zero"}), r"missing\['emb'\]: the model has no such module"),
         (lambda: at_cuts(LAYERS, ["blocks.9"]), "cuts at blocks.9, which are none of the layers embed, blocks.0"),
