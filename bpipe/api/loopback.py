@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -25,7 +26,7 @@ from bpipe.plan.action import SERVED
 from bpipe.plan.order import linearise
 from bpipe.schedules import Action, Plan
 from bpipe.session.plan_source import PlanSource
-from bpipe.session.session import Session
+from bpipe.session.session import Session, under_way
 
 __all__ = ["Loopback", "LoopbackGroup"]
 
@@ -147,10 +148,7 @@ class Loopback(NotCopied):
             with ExitStack() as breaking:
                 for session, run in zip(sessions, runs):
                     breaking.enter_context(session.guard.breaking())
-                    breaking.enter_context(run.sharding.in_charge())
-                    breaking.enter_context(run.twins.in_charge())
-                    breaking.enter_context(run.hooks.watched())
-                    breaking.enter_context(run.compute.loss_scale.in_force())
+                    breaking.enter_context(under_way(run))
                 self._execute(runs)
                 _share_results(runs)
                 result = next((session.result(run) for session, run in zip(sessions, runs) if run.holds_last_stage), None)
@@ -245,8 +243,7 @@ def _share_results(runs: Sequence[Run]) -> None:
 
 def _merged(results: Iterable[Mapping[int, T]]) -> dict[int, T]:
     """Return the results of several ranks, by microbatch, in the order of microbatches."""
-    found = {microbatch: result for of_rank in results for microbatch, result in of_rank.items()}
-    return {microbatch: found[microbatch] for microbatch in sorted(found)}
+    return dict(sorted(chain.from_iterable(of_rank.items() for of_rank in results)))
 
 
 class _RandomState:

@@ -42,6 +42,16 @@ FIXED: dict[str, Callable[[Plan], object]] = {  # what a schedule was constructe
 WANTS_SEND_WAITS = release() >= (2, 15)  # torch adds them itself before
 
 
+def _spec(name: str) -> property:
+    """Return an attribute for one of the specs by which a schedule's batches are cut."""
+
+    def change(self: TorchAttributes, spec: Any) -> None:
+        context = self.session.context
+        context.specs = Specs.checked(**(context.specs._asdict() | {name: spec}))
+
+    return property(lambda self: getattr(self.session.context.specs, name), change)
+
+
 class TorchAttributes:
     """What torch's users ask a schedule; `Schedule` inherits it, and gives it a session and a source of plans."""
 
@@ -143,25 +153,7 @@ class TorchAttributes:
     def _has_backward(self, trains: bool) -> None:
         self.session.context.only_evaluates = not trains
 
-    @property
-    def _args_chunk_spec(self) -> Any:
-        return self.session.context.specs.args
-
-    @_args_chunk_spec.setter
-    def _args_chunk_spec(self, spec: Any) -> None:
-        self._set_specs(args=spec)
-
-    @property
-    def _kwargs_chunk_spec(self) -> Any:
-        return self.session.context.specs.kwargs
-
-    @_kwargs_chunk_spec.setter
-    def _kwargs_chunk_spec(self, spec: Any) -> None:
-        self._set_specs(kwargs=spec)
-
-    def _set_specs(self, **changed: Any) -> None:
-        context = self.session.context
-        context.specs = Specs.checked(**(context.specs._asdict() | changed))
+    _args_chunk_spec, _kwargs_chunk_spec = _spec("args"), _spec("kwargs")
 
     @property
     def _n_microbatches(self) -> int:
@@ -177,11 +169,6 @@ class TorchAttributes:
                     f"the CSV that was loaded has {self._n_microbatches} microbatches: load one for {number} into a new schedule"
                 )
             self._take_plan(self._plan_for(number))
-
-    @property
-    def _wanted_microbatches(self) -> int:
-        """The number of microbatches that a plan must have which replaces this one's."""
-        return self._n_microbatches
 
     def _check_takes_plans(self) -> None:
         if self._makes_plans:
@@ -245,9 +232,9 @@ class TorchAttributes:
         text = os.fspath(path_or_text) if is_text else Path(path_or_text).read_text()
         plan = from_csv(text, name="csv")
         verify(plan)
-        if plan.num_microbatches != self._wanted_microbatches:
+        if plan.num_microbatches != self._n_microbatches:
             raise ConfigurationError(
-                f"the CSV has {plan.num_microbatches} microbatches, and the schedule {self._wanted_microbatches}: give it as many"
+                f"the CSV has {plan.num_microbatches} microbatches, and the schedule {self._n_microbatches}: give it as many"
             )
         self._take_plan(plan)
         self._is_from_csv = True
@@ -266,7 +253,6 @@ class TorchAttributes:
 
     def _load_csv(self, filename: str | os.PathLike[str], format: CsvFormat = "compute_only") -> None:
         self.load_csv(filename, format)
-
 
 
 def is_single(kind: type[TorchAttributes]) -> bool | None:

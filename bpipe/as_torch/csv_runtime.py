@@ -106,9 +106,7 @@ class FromCSV(FromPlan, metaclass=ABCMeta):
         """This rank's stages, as they were given."""
         return [stage.original for stage in self._given_stages]
 
-    @property
-    def _wanted_microbatches(self) -> int:
-        return super()._wanted_microbatches if self._is_loaded else self._given_microbatches
+    _n_microbatches = FromPlan._n_microbatches.getter(lambda self: self._given_microbatches)  # that a CSV must have
 
     def _take_plan(self, plan: Plan) -> None:
         if self._is_loaded:

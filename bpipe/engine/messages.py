@@ -82,9 +82,7 @@ class Messages:
     def send(self, action: Action, state: MicrobatchState) -> None:
         spec, tensors = _taken(state, action.op)
         if state.unsent_versions is not None:
-            for tensor, version in state.unsent_versions:
-                if version_of(tensor) != version:
-                    raise _modified(state, tensor)
+            check_unmodified(state.unsent_versions, state.place)
             state.unsent_versions = None
         boundary, subject = self._boundary(action), Subject(self._traffic.step, action.stage, action.microbatch)
         data = note = None
@@ -159,9 +157,7 @@ class Messages:
 
     def complete_send(self, action: Action, state: MicrobatchState) -> None:
         self._traffic.wait(state, action)
-        for tensor, version in state.sent_versions.pop(START_OF[action.op]):
-            if version_of(tensor) != version:
-                raise _modified(state, tensor)
+        check_unmodified(state.sent_versions.pop(START_OF[action.op]), state.place)
 
     def receive(self, action: Action, state: MicrobatchState) -> None:
         if self._is_learning and self._traffic.transport.waits_on_device:
@@ -254,11 +250,14 @@ def _taken(state: MicrobatchState, op: Op) -> Message:
     return message
 
 
-def _modified(state: MicrobatchState, tensor: torch.Tensor) -> StageError:
-    return StageError(
-        f"{state.place}: an output of shape {list(tensor.shape)} was modified "
-        "in place while it was being sent. Return a clone of a tensor that the stage modifies later."
-    )
+def check_unmodified(sent: Versions, place: str) -> None:
+    """Raise a StageError if a tensor that was sent was changed in place meanwhile."""
+    for tensor, version in sent:
+        if version_of(tensor) != version:
+            raise StageError(
+                f"{place}: a tensor of shape {list(tensor.shape)} was modified in place while it was being sent. Return a clone of "
+                "a buffer, parameter or other tensor that the stage or its optimizer changes later."
+            )
 
 
 def _needs_gradient(spec: MessageSpec) -> bool:

@@ -39,21 +39,13 @@ NUMBERS = ("fill_offered_s", "fill_used_s", "fill_overrun_s", "fill_pieces", "fi
 
 @dataclass(slots=True)
 class _Wait:
-    """A wait under way.
+    """A wait under way."""
 
-    Args:
-        plan: of which it is a part; None between steps.
-        place: where it is in the plan.
-        since: when it began.
-        missing_s: seconds after which what is waited for had not come yet.
-        has_come: whether it was seen to have come.
-    """
-
-    plan: Plan | None
-    place: Hashable
-    since: float
-    missing_s: float = 0.0
-    has_come: bool = False
+    plan: Plan | None  # of which it is a part; None between steps
+    place: Hashable  # in the plan
+    since: float  # when it began
+    missing_s: float = 0.0  # after which what is waited for had not come yet
+    has_come: bool = False  # whether it was seen to have come
 
     def seconds(self) -> float:
         return time.perf_counter() - self.since

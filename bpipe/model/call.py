@@ -51,9 +51,9 @@ def call_of(
 class Specs(NamedTuple):
     """The dimensions along which tensors are cut and merged; None: dimension 0."""
 
-    args: Any
-    kwargs: Any
-    output: Any
+    args: Any = None
+    kwargs: Any = None
+    output: Any = None
     target: Any = None
 
     @classmethod

@@ -53,7 +53,8 @@ class Turns:
 
     def __init__(self, devices: list[torch.device], sources: Mapping[str, Source | GlobalNumPy] = MappingProxyType({})) -> None:
         self._sources = sources
-        self._torch = [Source(torch.get_rng_state, torch.set_rng_state), *map(_numbers_of, devices)]
+        self._torch = [Source(torch.get_rng_state, torch.set_rng_state)]
+        self._torch += [Source(partial(random_state, one), partial(set_random_state, device=one)) for one in devices]
         self._global = {name for name, source in sources.items() if source is PYTHON or isinstance(source, GlobalNumPy)}
         self._states = {name: source.get() for name, source in sources.items()}  # where the turn began
         self._drew: dict[Half, set[str]] = {Half.FORWARD: set(), Half.BACKWARD: set()}
@@ -172,11 +173,6 @@ class Turns:
     def _restore(self, half: Half) -> None:
         for source, state in zip(self._torch, self._random[half]):
             source.set(state)
-
-
-def _numbers_of(device: torch.device) -> Source:
-    """Return the random numbers of torch on an asynchronous device."""
-    return Source(partial(random_state, device), partial(set_random_state, device=device))
 
 
 _RUNNING: list[Turns] = []  # one for each pipeline of the process that runs a pair now

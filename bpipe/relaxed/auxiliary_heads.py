@@ -12,8 +12,6 @@ from bpipe.errors import ConfigurationError
 
 __all__ = ["local_heads"]
 
-KINDS = "(N, C) of an MLP, (N, T, C) of a transformer and (N, C, H, W) of a convolutional network"
-
 
 def local_heads(
     shapes: Iterable[Sequence[int]], num_classes: int, *, residual: bool = True, per_token: bool = False
@@ -53,7 +51,8 @@ def local_heads(
 def _head(shape: tuple[int, ...], num_classes: int, *, residual: bool, per_token: bool) -> nn.Module:
     if not 2 <= len(shape) <= 4 or not all(isinstance(size, int) and size >= 1 for size in shape):
         raise ConfigurationError(
-            f"no head is known for features of shape {shape}: those of {KINDS} are. Give LocalBlock a head of your own"
+            f"no head is known for features of shape {shape}: those of (N, C) of an MLP, (N, T, C) of a transformer and "
+            "(N, C, H, W) of a convolutional network are. Give LocalBlock a head of your own"
         )
     if per_token and len(shape) != 3:
         raise ConfigurationError(f"per_token=True predicts for each token, and features of shape {shape} have none: leave it out")

@@ -29,7 +29,7 @@ from bpipe.errors import (
     format_error,
 )
 from bpipe.logs import LOG
-from bpipe.model.call import Call, Specs
+from bpipe.model.call import Call
 from bpipe.model.stage import PipelineStage, as_replica
 from bpipe.not_copied import NotCopied
 from bpipe.parallel.directions import paths_of
@@ -295,13 +295,8 @@ class Routes(NotCopied):
         context = RankContext(
             stages={self._seat: self._stage},
             loss_fn=self._loss_fn,
-            specs=Specs.checked(None, None, None),
-            slicing=None,
-            scale_grads=True,
-            group=None,
             transport=transport,
             plan_rank=self._seat,
-            once=lambda asked, make: make(),
             group_ranks=[seats.index(seat) if seat in seats else NO_ONE for seat in range(self._num_seats)],
         )
         session = Session(context, plans)
@@ -345,17 +340,12 @@ class Routes(NotCopied):
 
     # Steps
 
-    def _deal(self, plans: _RoutedPlans) -> None:
-        """Deal the microbatches, unless it would hardly differ from the step before."""
-        seats = self._attendance.seats
-        if (paths := self._speeds.better_paths(paths_of(plans.plan.flow), seats)) is not None:
-            plans.take(routed_plan(self._m, self._speeds.table(seats), paths, in_flight=self._in_flight))
-
     def _attempt(self, call: Call) -> Told:
         """Run the step once, and return what all ranks have told each other of it."""
-        session, plans = self._session, self._plans
+        session, plans, seats = self._session, self._plans, self._attendance.seats
         assert session is not None and plans is not None
-        self._deal(plans)
+        if (paths := self._speeds.better_paths(paths_of(plans.plan.flow), seats)) is not None:
+            plans.take(routed_plan(self._m, self._speeds.table(seats), paths, in_flight=self._in_flight))
         own: list[torch.Tensor] = []
         parameters = [one for one in self._stage.parts().parameters if one.requires_grad]
         with set_aside(parameters) as keep:
@@ -365,9 +355,7 @@ class Routes(NotCopied):
                     session.context.transport.control.activity.state = State.SHARING
                     self._replicas.add_up(parameters)
                     told = session.context.transport.exchange(Collective.RESULT, self._told(plans.plan, own))
-                settled = self._attendance.settle(
-                    self.num_steps, json.dumps(dict(zip(self._attendance.seats, map(json.loads, told))))
-                )
+                settled = self._attendance.settle(self.num_steps, json.dumps(dict(zip(seats, map(json.loads, told)))))
             except CommError as error:
                 # Another rank may know already that all have come to the end: then this one has the whole gradient, too.
                 settled = self._attendance.settle(self.num_steps, "")

@@ -98,7 +98,6 @@ class Stream(NotCopied):
         self._transport = transport_for(group, own.device, self._plan, options)
         self._guard = Guard(self._transport, Lanes(self._transport), owner="stream", call="push() or drain()", unit="tick")
         self._ticks = StageTicks(own, loss_fn, optimizers, self._plan, self._transport)
-        self._learns = loss_fn is not None
         self._finalizer = weakref.finalize(self, _close, self._ticks, self._guard, self._transport, os.getpid())
         util.Finalize(self, self._finalizer, exitpriority=0)  # processes of multiprocessing end without atexit
         self._transport.enlist()
@@ -106,7 +105,7 @@ class Stream(NotCopied):
     def __repr__(self) -> str:
         if "_finalizer" not in vars(self):
             return "Stream(not constructed)"
-        stage, learns = self._stage, "" if self._learns else ", learns nothing"
+        stage, learns = self._stage, "" if self._plan.has_backward else ", learns nothing"
         return f"Stream(stage {stage.stage_index} of {stage.num_stages} on {stage.device}{learns}, {state_of(self._guard, 'tick')})"
 
     @property
@@ -198,7 +197,7 @@ class Stream(NotCopied):
         with guard.failing_together(), control.interruptible():
             self._ticks.begin(guard.num_steps)
             try:
-                results = self._ticks.run(Call(guard.num_steps, drains, bool(learns) and self._learns), args, target)
+                results = self._ticks.run(Call(guard.num_steps, drains, bool(learns) and self._plan.has_backward), args, target)
                 if is_last:
                     self._ticks.finish()
             except BaseException as error:
@@ -217,7 +216,7 @@ class Stream(NotCopied):
             version=__version__,
             schedule=self._plan.name,
             fingerprint=self._plan.fingerprint(),
-            is_training=self._learns,
+            is_training=self._plan.has_backward,
             step=self._guard.num_steps,
             num_stages=own.num_stages,
             num_ranks=own.num_stages,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from multiprocessing import util
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from bpipe.parallel.twins import held_by, kinds_of, weights_of
 from bpipe.plan.plan import Plan
 from bpipe.session.batches import BatchSample, difference, is_compared
 from bpipe.session.context import RankContext
-from bpipe.session.filler import Both, Filler
+from bpipe.session.filler import Filler, both
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import Preparation, PreparedCall
 from bpipe.session.side_by_side import SideBySide
@@ -131,13 +131,7 @@ class Session:
                 transport.control.activity.state = State.AGREEING
                 run = self.agree(step, records, lambda ask: transport.exchange(Collective.PLAN, ask(self.source)))
             with guard.failing_together():
-                with (
-                    run.sharding.in_charge(),
-                    run.twins.in_charge(),
-                    run.hooks.watched(),
-                    run.compute.loss_scale.in_force(),
-                    transport.control.interruptible(),
-                ):
+                with under_way(run), transport.control.interruptible():
                     users = *self.context.modules(), self.context.loss_fn
                     pair = self.overlap if self.overlap is not None and self.overlap.runs(run, users) else None
                     self.context.lanes.drive(run, transport.control, self.context.group_ranks, pair)
@@ -250,7 +244,7 @@ class Session:
             memory=context.memory,
             name=f"rank {context.group_rank}",
             takes_slices=context.slicing is not None,
-            observer=_both(source.observer_of(step.inputs, plan, self.observer), self.filler),
+            observer=both(source.observer_of(step.inputs, plan, self.observer), self.filler),
         )
 
     def _compare_batches(self, records: Sequence[StepRecord]) -> None:
@@ -349,8 +343,11 @@ class Session:
         return context.static.num_bytes
 
 
-def _both(observer: Observer | None, filler: Filler | None) -> Observer | None:
-    return Both(observer, filler) if observer is not None and filler is not None else observer or filler
+@contextmanager
+def under_way(run: Run) -> Iterator[None]:
+    """Let what concerns all of a step act while its actions run: data parallelism, twins, hooks, the factor of its losses."""
+    with run.sharding.in_charge(), run.twins.in_charge(), run.hooks.watched(), run.compute.loss_scale.in_force():
+        yield
 
 
 def _close(transport: Transport, memory: Memory, process: int, opened: object) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from bpipe.comm.wire.dtensor import local, mesh_of
 from bpipe.errors import AgreementError, ConfigurationError, StageError
 from bpipe.parallel.twins import COPY
 from bpipe.torch_private.operators import norms_of
@@ -18,7 +19,6 @@ from bpipe.training.gathered import Gathered, has_unreduced
 from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.replica_norms import DTYPES, INSTEAD, Norm, difference, of_all, ranks_along, rows_of
 from bpipe.training.sums import problem_with_sums
-from bpipe.training.tensors import local, mesh_of
 
 __all__ = ["clip_grad_norm_"]
 
@@ -135,13 +135,10 @@ def _places(parameters: Any, rank: int, gathered: Gathered) -> dict[torch.Tensor
     by_place = parameters if isinstance(parameters, Mapping) else {rank: parameters}
     places: dict[torch.Tensor, int] = {}
     for place in sorted(by_place):
-        for parameter in _listed(by_place[place]):
+        of_place = by_place[place]
+        for parameter in [of_place] if isinstance(of_place, torch.Tensor) else of_place:
             places.setdefault(gathered.sharded(parameter), place)
     return places
-
-
-def _listed(parameters: Parameters) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _norms(place: int, gradients: Sequence[torch.Tensor], order: float, foreach: bool | None) -> Iterator[Norm]:
@@ -227,7 +224,7 @@ def _total(
         )
     if not any(lengths):
         return torch.tensor(0.0)
-    rows = rows_of(norms, [one.place for one in norms]).to(ranks.device)
+    rows = rows_of(norms, [one.place for one in norms])
     gathered = torch.cat(ranks.gather_uneven(rows, [int(length) for length in lengths]))
     in_order = gathered[torch.argsort(gathered[:, 1], stable=True), 0]
     total: torch.Tensor = torch.linalg.vector_norm(in_order.to(_promoted([int(seen) for seen in dtypes])), how[1])
