@@ -47,14 +47,6 @@ class LoopbackGroup(NamedTuple):
     rank: int
 
 
-class _Lane(NamedTuple):
-    """A sequence of actions of a rank of the plan: its computations, or its work for one evictor whose activations it stores."""
-
-    rank: int
-    evictor: int | None
-    device: torch.device
-
-
 class Loopback(NotCopied):
     """A pipeline's ranks, all in this process, run one action at a time.
 
@@ -175,7 +167,7 @@ class Loopback(NotCopied):
             for plan_rank, action in self._order[1]:
                 group_rank = group_ranks[plan_rank]
                 run, evictor = runs[group_rank], action.peer if action.op in SERVED else None
-                with self._random_numbers(group_rank, run.device), self._on_stream(_Lane(plan_rank, evictor, run.device)):
+                with self._random_numbers(group_rank, run.device), self._on_stream(run, evictor):
                     run.execute(action)
 
     @contextmanager
@@ -185,27 +177,28 @@ class Loopback(NotCopied):
         As in separate processes, a rank's work for each evictor has a stream of its own.
         """
         on_device = [run for run in runs if is_asynchronous(run.device)]
-        lanes = [_Lane(run.rank, evictor, run.device) for run in on_device for evictor in (None, *run.plan.chains(run.rank))]
-        for lane in lanes:
-            self._stream(lane).wait_stream(current_stream(lane.device))
+        lanes = [(run, evictor) for run in on_device for evictor in (None, *run.plan.chains(run.rank))]
+        for run, evictor in lanes:
+            self._stream(run, evictor).wait_stream(current_stream(run.device))
         try:
             yield
         except BaseException as error:
             with noted_on(error):
                 self.wires.streams.join()  # memory of the step may be freed now, while copies of it may still be queued
             raise
-        for lane in lanes:
-            current_stream(lane.device).wait_stream(self._stream(lane))
+        for run, evictor in lanes:
+            current_stream(run.device).wait_stream(self._stream(run, evictor))
 
-    def _stream(self, lane: _Lane) -> Stream:
-        user = ("computations", lane.rank) if lane.evictor is None else serving(lane.rank, lane.evictor)
-        return self.wires.streams.of(user, lane.device)
+    def _stream(self, run: Run, evictor: int | None) -> Stream:
+        """Return the stream of a rank's computations, or of its work for one evictor whose activations it stores."""
+        user = ("computations", run.rank) if evictor is None else serving(run.rank, evictor)
+        return self.wires.streams.of(user, run.device)
 
     def _random_numbers(self, rank: int, device: torch.device) -> AbstractContextManager[Any]:
         return self._random[rank].active(device) if self.own_random_state else nullcontext()
 
-    def _on_stream(self, lane: _Lane) -> AbstractContextManager[Any]:
-        return keeping(on_stream(self._stream(lane))) if is_asynchronous(lane.device) else nullcontext()
+    def _on_stream(self, run: Run, evictor: int | None) -> AbstractContextManager[Any]:
+        return keeping(on_stream(self._stream(run, evictor))) if is_asynchronous(run.device) else nullcontext()
 
 
 def run_alone(loopback: Loopback, session: Session, call: Call, *, is_training: bool) -> Any:

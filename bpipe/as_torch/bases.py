@@ -16,8 +16,8 @@ __all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle", "_PipelineSchedule
 _PipelineSchedule = Schedule  # as torchtitan names, in annotations, what runs a pipeline
 
 OF_TORCH = (  # as torch spells them
-    *("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
-    *("PipelineScheduleSingle", "PipelineScheduleMulti"),
+    *("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleGPipe", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"),
+    *("ScheduleZBVZeroBubble", "ScheduleDualPipeV", "PipelineScheduleSingle", "PipelineScheduleMulti"),
 )
 
 
@@ -84,11 +84,8 @@ def get_schedule_class(schedule_name: str) -> type:
         'BalancedOneFOneB'
     """
     asked = schedule_name.casefold().removeprefix("schedule")
-    called = next((name for name in OF_TORCH if name.casefold() == asked), None)
-    if called is not None:
-        name = called if called.startswith("Pipeline") else f"Schedule{called}"
-    else:
-        name = rule_named(schedule_name).runs_as
+    called = next((name for name in OF_TORCH if name.casefold().removeprefix("schedule") == asked), None)
+    name = rule_named(schedule_name).runs_as if called is None else called
     kind: type | None = None if name == "Schedule" else getattr(import_module("bpipe"), name, None)
     if kind is None:
         raise ConfigurationError(f"bpipe has no class that runs {schedule_name!r}: use your own subclass of bpipe.Schedule")

@@ -34,6 +34,7 @@ from bpipe.memory.saved.spans import Span
 from bpipe.memory.saved.stash import Stash
 from bpipe.memory.saved.storages import keys_of, storages_of
 from bpipe.model import microbatch as mb
+from bpipe.model.call import Loss
 from bpipe.model.stage import ModuleSnapshot, PipelineStage, compare_examples, find_mesh, in_context
 from bpipe.parallel.ddp import equalise_buffers
 from bpipe.recomputation.rerun import Rerun, Reruns
@@ -75,7 +76,7 @@ class StepInputs:
     kwargs: Sequence[dict[str, Any]]
     targets: Sequence[Any] | None
     descriptions: Sequence[str]
-    loss_fn: Callable[..., torch.Tensor] | None
+    loss_fn: Loss
     loss_parameters: Sequence[tuple[str, torch.Tensor]]
     loss_kwargs: Mapping[str, Any]
     loss_scales: Sequence[float]

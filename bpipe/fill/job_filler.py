@@ -122,8 +122,10 @@ class JobFiller(Filler):
     def after(self, run: Run, action: Action) -> None:
         if action.op in FILLED:
             self._end()
-        elif action.op in ON_STAGE and self._is_last(run, action) and not run.sharding.is_needed:
-            self._tell_done(action.stage)
+        elif action.op in ON_STAGE and run.plan.has_backward and not run.sharding.is_needed:
+            is_last = self._last_use[1][action.stage] == self._place(run)
+            if is_last:
+                self._tell_done(action.stage)
 
     def finished(self, run: Run, stats: Mapping[str, float]) -> None:
         static = int(stats["static_bytes"] + stats["remote_buffer_bytes"]) + run.twins.held_bytes
@@ -147,9 +149,6 @@ class JobFiller(Filler):
 
     def _place(self, run: Run) -> int:
         return self._context.transport.control.activity.position if run.position is None else run.position
-
-    def _is_last(self, run: Run, action: Action) -> bool:
-        return run.plan.has_backward and self._last_use[1][action.stage] == self._place(run)
 
     def _tell_done(self, stage: int) -> None:
         self._told.add(stage)

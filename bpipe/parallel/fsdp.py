@@ -57,14 +57,14 @@ class Sharding:
         units = {index: units_in(parts.modules) for index, parts in stages.items()}
         planned = {action.stage for action in lane if action.op in SHARDING and action.peer is None}
         self._last = last_of(lane, BACKWARDS) if any(units.values()) else {}
-        self._stages = {
+        self.stages = {
             index: _ShardedStage(found, is_planned=index in planned)
             for index, found in units.items()
             if index in planned or (found and index in self._last)
         }
         self._without_backward = [] if self._last else [unit for found in units.values() for unit in found]
         self._replicated = Replicated(stages, lane)
-        self.is_needed = bool(self._stages or self._replicated.stages)
+        self.is_needed = bool(self.stages or self._replicated.stages)
         self.undivided = set(self._replicated.stages)  # their backwards run as a whole; FSDP's are known when it is in charge
 
     @contextmanager
@@ -73,29 +73,20 @@ class Sharding:
         with keeping(ExitStack()) as stack:
             stack.enter_context(_freed(self._without_backward))
             stack.enter_context(self._replicated.silent())
-            for index, stage in self._stages.items():
+            for index, stage in self.stages.items():
                 stack.enter_context(stage.passive())
                 if stage.frees_after_backward:
                     self.undivided.add(index)
             yield
 
-    def unshard(self, action: Action) -> None:
-        self._stages[action.stage].unshard()
-
-    def reshard(self, action: Action) -> None:
-        self._stages[action.stage].reshard()
-
-    def reduce(self, action: Action) -> None:
-        self._stages[action.stage].reduce()
-
     def around(self, action: Action) -> AbstractContextManager[None]:
         """Wrap a backward (or I, or W), and update the gradients of its stage when it ends."""
-        is_parallel = action.stage in self._stages or action.stage in self._replicated.stages
+        is_parallel = action.stage in self.stages or action.stage in self._replicated.stages
         return self._around(action) if is_parallel else nullcontext()
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
-        stage = self._stages.get(action.stage)
+        stage = self.stages.get(action.stage)
         if stage is not None:
             stage.pass_over()
         with self._replicated.around(action):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -92,7 +92,10 @@ def _kinds(modules: Iterable[nn.Module]) -> Iterator[tuple[object, object]]:
         sure, likely = _kind(module)
         own = {} if type(module).__module__.startswith(WRAPPERS) else vars(module)
         holders = {name: one for name, one in own.items() if name not in OF_ALL and _holds_settings(one)}
-        sums |= {id(one): _sum(_settings_of(one)) for one in holders.values() if id(one) not in sums}
+        for one in holders.values():
+            if id(one) not in sums:
+                settings = (one if isinstance(one, dict) else vars(one)).items()
+                sums[id(one)] = _sum({name: value for name, value in settings if _is_plain(name) and _is_plain(value)})
         yield sure, (likely, {name: sums[id(one)] for name, one in holders.items()})
 
 
@@ -100,11 +103,6 @@ def _holds_settings(value: object) -> bool:
     """Return whether a value is a dict, or an object of a class of the user's."""
     is_users = hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in ("torch", "bpipe")
     return isinstance(value, dict) or (is_users and not callable(value))
-
-
-def _settings_of(value: Any) -> dict[object, object]:
-    settings = value if isinstance(value, dict) else vars(value)
-    return {name: one for name, one in settings.items() if _is_plain(name) and _is_plain(one)}
 
 
 def _kind(module: nn.Module) -> tuple[object, object]:
@@ -141,14 +139,6 @@ def held_by(parts: Mapping[int, ModuleSnapshot]) -> int:
     return sum(local(p.grad).nbytes for p in parameters.values() if p.grad is not None)
 
 
-class _Exchange(NamedTuple):
-    """An exchange under way."""
-
-    sent: list[torch.Tensor]
-    received: list[torch.Tensor]
-    transfers: Sequence[Transfer]
-
-
 class Twins:
     """The exchanges of one rank of a plan during one step."""
 
@@ -163,7 +153,7 @@ class Twins:
         self.exchanged_bytes: dict[int, int] = {}  # by stage: the copies that an exchange makes
         self._before: dict[int, torch.Tensor] = {}  # by parameter: its gradient from earlier steps
         self.held_bytes = 0  # of those gradients, which stay beside the ones of this step
-        self._under_way: dict[int, _Exchange] = {}
+        self._under_way: dict[int, tuple[list[torch.Tensor], list[torch.Tensor], list[Transfer]]] = {}  # sent and received
         self._depth = plan.depth
 
     @contextmanager
@@ -210,7 +200,7 @@ class Twins:
         made = zip(sent[1:], has, parameters)
         copies = [copy for copy, is_there, parameter in made if is_there and not local(parameter.grad).is_contiguous()]
         self.exchanged_bytes[action.stage] = sum(one.nbytes for one in (*received, flags, *copies))
-        self._under_way[action.stage] = _Exchange(sent, received, transfers)
+        self._under_way[action.stage] = sent, received, transfers
 
     @torch.no_grad()
     def complete(self, action: Action) -> None:

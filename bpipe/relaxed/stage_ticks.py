@@ -26,6 +26,7 @@ from bpipe.engine.messages import is_alike, texts_of
 from bpipe.errors import AgreementError, CommError, ConfigurationError, StageError
 from bpipe.memory.saved.storages import keys_of
 from bpipe.model import microbatch as mb
+from bpipe.model.call import Loss
 from bpipe.model.pytree import mapped
 from bpipe.model.stage import PipelineStage, find_mesh, in_context
 from bpipe.relaxed.tick_messages import Call, Content, Incoming, Outgoing
@@ -70,7 +71,7 @@ class StageTicks:
     def __init__(
         self,
         stage: PipelineStage,
-        loss_fn: Callable[..., torch.Tensor] | None,
+        loss_fn: Loss,
         optimizers: Sequence[Steps],
         plan: Plan,
         transport: Transport,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import util
 from typing import Any
@@ -24,6 +24,7 @@ from bpipe.comm.transport.base import Transport
 from bpipe.engine.lanes import Lanes
 from bpipe.errors import AgreementError, CommError, ConfigurationError, StageError
 from bpipe.memory.optimizers import several
+from bpipe.model.call import Loss
 from bpipe.model.cut import cut_of
 from bpipe.model.stage import PipelineStage
 from bpipe.model.ties import check_ties
@@ -78,7 +79,7 @@ class Stream(NotCopied):
     def __init__(
         self,
         stage: Any,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
+        loss_fn: Loss = None,
         optimizer: Steps | Sequence[Steps] | None = None,
         *,
         options: Options | None = None,

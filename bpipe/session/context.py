@@ -16,7 +16,7 @@ from bpipe.engine.remembered import Memory
 from bpipe.logs import RankLog
 from bpipe.memory.optimizers import States
 from bpipe.memory.static import StaticBytes
-from bpipe.model.call import Specs
+from bpipe.model.call import Loss, Specs
 from bpipe.model.plain_numbers import CountedNumbers
 from bpipe.model.stage import PipelineStage
 from bpipe.plan.plan import Plan
@@ -33,7 +33,7 @@ class RankContext:
     """The state that the steps of one rank share."""
 
     stages: Mapping[int, PipelineStage]  # the stages on this rank, by index
-    loss_fn: Callable[..., torch.Tensor] | None  # called on the last stage, or None
+    loss_fn: Loss  # called on the last stage, or None
     transport: Transport  # carries the rank's messages
     plan_rank: int  # this rank's number in the plan
     specs: Specs = field(default_factory=Specs)  # how batches are cut and outputs merged

@@ -227,14 +227,9 @@ def _total(
     rows = rows_of(norms, [one.place for one in norms])
     gathered = torch.cat(ranks.gather_uneven(rows, [int(length) for length in lengths]))
     in_order = gathered[torch.argsort(gathered[:, 1], stable=True), 0]
-    total: torch.Tensor = torch.linalg.vector_norm(in_order.to(_promoted([int(seen) for seen in dtypes])), how[1])
+    seen = [dtype for index, dtype in enumerate(DTYPES) if any(int(bits) >> index & 1 for bits in dtypes)]
+    total: torch.Tensor = torch.linalg.vector_norm(in_order.to(reduce(torch.promote_types, seen)), how[1])
     return total
-
-
-def _promoted(seen: Sequence[int]) -> torch.dtype:
-    """Return the dtype of a stack of norms in all dtypes that the ranks have seen, each rank's as a sum of powers of two."""
-    found = [dtype for index, dtype in enumerate(DTYPES) if any(bits >> index & 1 for bits in seen)]
-    return reduce(torch.promote_types, found)
 
 
 def _by_mesh(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> dict[Any, list[torch.Tensor]]:
