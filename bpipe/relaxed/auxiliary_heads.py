@@ -62,7 +62,8 @@ def _head(shape: tuple[int, ...], num_classes: int, *, residual: bool, per_token
     channels = shape[-1]
     pooled = [_Mean((1,))] if len(shape) == 3 and not per_token else []
     norm, linear = nn.LayerNorm(channels), nn.Linear(channels, num_classes)
-    return nn.Sequential(*[_mlp(channels)] * residual, norm, *pooled, linear)
+    mlp = _Residual(nn.LayerNorm(channels), nn.Linear(channels, channels), nn.GELU(), nn.Linear(channels, channels))
+    return nn.Sequential(*[mlp] * residual, norm, *pooled, linear)
 
 
 class _Residual(nn.Module):
@@ -75,11 +76,6 @@ class _Residual(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = features + self.layers(features)
         return out
-
-
-def _mlp(channels: int) -> nn.Module:
-    """Return two linear layers beside a shortcut, for features (..., C)."""
-    return _Residual(nn.LayerNorm(channels), nn.Linear(channels, channels), nn.GELU(), nn.Linear(channels, channels))
 
 
 def _convolutions(channels: int) -> nn.Module:

@@ -110,11 +110,6 @@ class StageTicks:
     def run(self, call: Call, args: tuple[Any, ...], target: Any) -> list[Any]:
         """Run a tick: one forward, one backward and one step of the optimizer, where there is what they need.
 
-        Args:
-            call: what all ranks are called for.
-            args: of a new sample, on the first stage.
-            target: of a new sample, on the last stage.
-
         Returns:
             The output that comes out, as the only entry; nothing elsewhere than on the last stage, or if no sample is there yet.
 

@@ -40,17 +40,11 @@ class Call(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a message holds.
-
-    Args:
-        spec: its layout.
-        tensors: dense ones; None for zeros.
-        marks: for each tensor whether it needs a gradient, or if it is one, whether there is one.
-    """
+    """What a message holds."""
 
     spec: MessageSpec
-    tensors: Sequence[torch.Tensor | None]
-    marks: Sequence[bool]
+    tensors: Sequence[torch.Tensor | None]  # dense ones; None for zeros
+    marks: Sequence[bool]  # for each tensor whether it needs a gradient, or if it is one, whether there is one
 
 
 class Outgoing:
@@ -105,14 +99,10 @@ class Incoming:
         self._posted: tuple[MessageSpec, list[torch.Tensor | None], Transfer] | None = None
 
     def take(self, call: Call, *, is_last: bool = False) -> Content | None:
-        """Wait for the message of a tick, and return what it holds, if it holds something.
-
-        Args:
-            call: what this rank was called for in that tick.
-            is_last: whether the stream ends with this message.
+        """Wait for the message of a tick, with which the stream may end, and return what it holds, if it holds something.
 
         Raises:
-            AgreementError: the sender was called for something else.
+            AgreementError: the sender was called for something else than this rank.
             CommError: the message is malformed.
         """
         if self._posted is None:
@@ -139,12 +129,8 @@ class Incoming:
 def marks_of(note: bytes | None, call: Call, rank: int, num_tensors: int) -> list[bool] | None:
     """Read the note of a rank's message: the mark of each tensor, or None if the message holds nothing.
 
-    Args:
-        call: what this rank was called for in the tick of the message.
-        num_tensors: that the message has, if it holds something.
-
     Raises:
-        AgreementError: the sender was called for something else.
+        AgreementError: the sender was called for something else than this rank.
         CommError: the note is malformed.
     """
     if note is None or len(note) < NOTE.size:

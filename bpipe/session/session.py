@@ -222,8 +222,10 @@ class Session:
         if context.plan_rank == 0 and source.fullest.is_open:
             names = [f"rank {rank}" for rank in context.group_ranks]
             source.fullest.check([records[rank] for rank in context.group_ranks], names, source.rule, context.log().warning)
-        if context.plan_rank == 0 and not self._has_told_batches and is_compared(self.guard.num_steps):
-            self._compare_batches(records)
+        is_due = context.plan_rank == 0 and not self._has_told_batches and is_compared(self.guard.num_steps)
+        if is_due and (found := difference(records, source.plan)):
+            self._has_told_batches = True
+            context.log().warning("%s: %s", source.rule, found)
         if context.plan_rank == 0 and not self._has_told_twins and directions_of(source.plan.flow) > 1:
             self._compare_twins(records)
         plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
@@ -246,12 +248,6 @@ class Session:
             takes_slices=context.slicing is not None,
             observer=both(source.observer_of(step.inputs, plan, self.observer), self.filler),
         )
-
-    def _compare_batches(self, records: Sequence[StepRecord]) -> None:
-        """Warn if the ranks were given different batches."""
-        if found := difference(records, self.source.plan):
-            self._has_told_batches = True
-            self.context.log().warning("%s: %s", self.source.rule, found)
 
     def _compare_twins(self, records: Sequence[StepRecord]) -> None:
         """Warn if twins differ in what may decide what they compute."""

@@ -160,10 +160,7 @@ def _norms(place: int, gradients: Sequence[torch.Tensor], order: float, foreach:
 def _different(norms: Sequence[Norm], parameters: Sequence[torch.Tensor], replicas: Ranks | None) -> str:
     """Describe how gradients differ on ranks that should have them alike, and so the total. Collective over these ranks.
 
-    Args:
-        norms: of the gradients that all replicas have.
-        parameters: with a gradient; ranks that share the mesh of one are replicas of each other in what is not sharded over it.
-        replicas: the ranks that the user says are replicas.
+    Ranks that share the mesh of a parameter are replicas of each other in what is not sharded over it.
     """
     found = ["" if replicas is None else difference(replicas, norms)]
     for mesh in _by_mesh(parameters, [parameter.grad for parameter in parameters]):
