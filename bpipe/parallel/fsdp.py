@@ -199,7 +199,8 @@ class _ShardedStage:
 
         FSDP looks for their gradients even if it does not reduce, but there is no place for them yet.
         """
-        self._never_gathered = [group for group in self._never_gathered if None in map(gathered, group.fsdp_params)]
+        groups = self._never_gathered
+        self._never_gathered = [group for group in groups if any(gathered(one) is None for one in group.fsdp_params)]
         for group in self._never_gathered:
             pass_over(group)
 

@@ -95,7 +95,14 @@ class Stats:
     def _plan(self, run: Run) -> _Planned:
         """Return the plan's own numbers for this rank, computed once because they are the same in every step."""
         if self._planned is None or self._planned.plan is not run.plan:
-            self._planned = _Planned.of(run.plan, run.rank)
+            plan, rank = run.plan, run.rank
+            self._planned = _Planned(
+                plan=plan,
+                slots=max(occupancy(plan.actions[rank]), default=0),
+                remote_buffers=sum(map(len, plan.remote_buffers(rank).values())),
+                device_bytes=None if plan.sizes is None else plan.device_peak_bytes[rank],
+                host_bytes=None if plan.sizes is None else plan.host_bytes(rank),
+            )
         return self._planned
 
 
@@ -107,13 +114,3 @@ class _Planned(NamedTuple):
     remote_buffers: int
     device_bytes: int | None
     host_bytes: int | None
-
-    @classmethod
-    def of(cls, plan: Plan, rank: int) -> _Planned:
-        return cls(
-            plan=plan,
-            slots=max(occupancy(plan.actions[rank]), default=0),
-            remote_buffers=sum(map(len, plan.remote_buffers(rank).values())),
-            device_bytes=None if plan.sizes is None else plan.device_peak_bytes[rank],
-            host_bytes=None if plan.sizes is None else plan.host_bytes(rank),
-        )
