@@ -62,6 +62,7 @@ class TorchAttributes:
     _check_placement: Callable[[Plan, Mapping[int, PipelineStage]], None]
     _makes_plans: ClassVar[bool] = False  # as it learns, so that it takes none
     _is_from_csv = False  # whether its plan was loaded
+    _given_microbatches = 0  # that a plan must have which is loaded later
 
     if TYPE_CHECKING:
 
@@ -157,7 +158,7 @@ class TorchAttributes:
 
     @property
     def _n_microbatches(self) -> int:
-        return self.plan.num_microbatches
+        return self._given_microbatches or self.plan.num_microbatches
 
     @_n_microbatches.setter
     def _n_microbatches(self, number: int) -> None:

@@ -105,8 +105,6 @@ class FromCSV(FromPlan, metaclass=ABCMeta):
         """This rank's stages, as they were given."""
         return [stage.original for stage in self._given_stages]
 
-    _n_microbatches = FromPlan._n_microbatches.getter(lambda self: self._given_microbatches)  # that a CSV must have
-
     def _take_plan(self, plan: Plan) -> None:
         if self._is_loaded:
             super()._take_plan(plan)

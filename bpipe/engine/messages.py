@@ -82,7 +82,9 @@ class Messages:
     def send(self, action: Action, state: MicrobatchState) -> None:
         spec, tensors = _taken(state, action.op)
         if state.unsent_versions is not None:
-            check_unmodified(state.unsent_versions, state.place)
+            for tensor, version in state.unsent_versions:
+                if version_of(tensor) != version:
+                    raise modified(state.place, tensor)
             state.unsent_versions = None
         boundary, subject = self._boundary(action), Subject(self._traffic.step, action.stage, action.microbatch)
         data = note = None
@@ -157,7 +159,9 @@ class Messages:
 
     def complete_send(self, action: Action, state: MicrobatchState) -> None:
         self._traffic.wait(state, action)
-        check_unmodified(state.sent_versions.pop(START_OF[action.op]), state.place)
+        for tensor, version in state.sent_versions.pop(START_OF[action.op]):
+            if version_of(tensor) != version:
+                raise modified(state.place, tensor)
 
     def receive(self, action: Action, state: MicrobatchState) -> None:
         if self._is_learning and self._traffic.transport.waits_on_device:
@@ -250,14 +254,12 @@ def _taken(state: MicrobatchState, op: Op) -> Message:
     return message
 
 
-def check_unmodified(sent: Versions, place: str) -> None:
-    """Raise a StageError if a tensor that was sent was changed in place meanwhile."""
-    for tensor, version in sent:
-        if version_of(tensor) != version:
-            raise StageError(
-                f"{place}: a tensor of shape {list(tensor.shape)} was modified in place while it was being sent. Return a clone of "
-                "a buffer, parameter or other tensor that the stage or its optimizer changes later."
-            )
+def modified(place: str, tensor: torch.Tensor) -> StageError:
+    """Return the error about a tensor that was changed in place while it was sent."""
+    return StageError(
+        f"{place}: a tensor of shape {list(tensor.shape)} was modified in place while it was being sent. Return a clone of a "
+        "buffer, parameter or other tensor that the stage or its optimizer changes later."
+    )
 
 
 def _needs_gradient(spec: MessageSpec) -> bool:

@@ -17,10 +17,11 @@ from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.comm.wire.header import Subject, pack_spec, unpack_spec
 from bpipe.comm.wire.message import MessageSpec, on_the_wire
 from bpipe.device import check_fits
-from bpipe.engine.messages import check_unmodified, versions_of
+from bpipe.engine.messages import modified, versions_of
 from bpipe.engine.microbatch_state import Versions
 from bpipe.errors import AgreementError, CommError
 from bpipe.schedules import Channel
+from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
 
@@ -82,7 +83,9 @@ class Outgoing:
             transfer, versions = self._sent
             transfer.wait()
             self._sent, self._owners = None, ()
-            check_unmodified(versions, f"stage {self._stage}")
+            for tensor, version in versions:
+                if version_of(tensor) != version:
+                    raise modified(f"stage {self._stage}", tensor)
 
     def finish(self) -> None:
         """Wait until the latest message is sent; the next one has a header again, because the stream has ended."""

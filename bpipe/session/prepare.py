@@ -26,6 +26,7 @@ from bpipe.plan.plan import Plan
 from bpipe.recomputation.reachable import Reachable
 from bpipe.session.context import RankContext
 from bpipe.session.outside_graphs import check_outside_graphs
+from bpipe.slices.loss_check import LossCheck
 from bpipe.slices.protocol import check_takes_slices
 from bpipe.torch_private.owners_and_versions import FOLLOWS, check_follows
 
@@ -77,9 +78,7 @@ class Preparation:
         modes = [mode_of(stage, parts[index]) for index, stage in context.stages.items()]
         if has_loss:
             modes += [ModuleSnapshot.of(loss, self._loss_makeups).mode() for loss in modules_of(context.loss_fn)]
-        loss_scales, loss_check = self._loss_scales(given, plan.num_microbatches), None
-        if context.slicing is not None and is_training:
-            loss_check = context.slicing.loss_check(given.targets, is_mean=context.scale_grads)
+        loss_scales = self._loss_scales(given, plan.num_microbatches)
         forms = self._context.numbers.forms(" ".join([*modes, str(keeps_outputs)]), given.descriptions())
         step_inputs = StepInputs(
             args=given.args,
@@ -94,7 +93,7 @@ class Preparation:
             keeps_outputs=keeps_outputs,
             check_output=lambda output: check_merge([output], context.specs.output),
             lengths=given.lengths,
-            loss_check=loss_check,
+            loss_check=self._loss_check(given, is_training=is_training),
         )
         return PreparedCall(step_inputs, parts, call.losses, given.weights if context.scale_grads else None, forms, batch_size)
 
@@ -128,6 +127,10 @@ class Preparation:
             if self._makeups.get(index) != part.makeup:
                 check_takes_slices(self._context.stages[index].submod, f"stage {index}")
                 self._makeups[index] = part.makeup
+
+    def _loss_check(self, given: CutBatch, *, is_training: bool) -> LossCheck | None:
+        slicing, scale_grads = self._context.slicing, self._context.scale_grads
+        return slicing.loss_check(given.targets, is_mean=scale_grads) if slicing is not None and is_training else None
 
     def _loss_scales(self, given: CutBatch, num_microbatches: int) -> list[float]:
         """Return the gradient with which the backward of each loss starts: 1/m, or a slice's part of that."""

@@ -232,7 +232,7 @@ class Session:
         context.transport.control.activity.state = State.PREPARING
         self._connect(plan, records)
         key = (step.is_training, tuple(record.signature for record in records)), plan.flow.routes
-        is_learning = key not in self._learned
+        is_learning, observer = key not in self._learned, source.observer_of(step.inputs, plan, self.observer)
         return Run(
             plan=plan,
             rank=context.plan_rank,
@@ -246,7 +246,7 @@ class Session:
             memory=context.memory,
             name=f"rank {context.group_rank}",
             takes_slices=context.slicing is not None,
-            observer=both(source.observer_of(step.inputs, plan, self.observer), self.filler),
+            observer=observer if self.filler is None else both(observer, self.filler),
         )
 
     def _compare_twins(self, records: Sequence[StepRecord]) -> None:

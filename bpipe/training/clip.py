@@ -224,8 +224,8 @@ def _total(
     rows = rows_of(norms, [one.place for one in norms])
     gathered = torch.cat(ranks.gather_uneven(rows, [int(length) for length in lengths]))
     in_order = gathered[torch.argsort(gathered[:, 1], stable=True), 0]
-    seen = [dtype for index, dtype in enumerate(DTYPES) if any(int(bits) >> index & 1 for bits in dtypes)]
-    total: torch.Tensor = torch.linalg.vector_norm(in_order.to(reduce(torch.promote_types, seen)), how[1])
+    in_use = [dtype for index, dtype in enumerate(DTYPES) if any(int(bits) >> index & 1 for bits in dtypes)]
+    total: torch.Tensor = torch.linalg.vector_norm(in_order.to(reduce(torch.promote_types, in_use)), how[1])
     return total
 
 
