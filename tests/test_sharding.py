@@ -392,13 +392,13 @@ def gathered_in_vain(rank: int) -> bool:
     gather, free = Action(Op.UNSHARD, 0, 0), Action(Op.RESHARD, 0, 0)
     sharding = Sharding({0: stage.parts()}, [gather, free])
     with sharding.in_charge(), torch.no_grad():
-        sharding.unshard(gather)
-        sharding.reshard(free)
+        sharding.stages[0].unshard()
+        sharding.stages[0].reshard()
         for parameter in stage.submod.parameters():
             parameter.to_local().fill_(2.0)
-        sharding.unshard(gather)
+        sharding.stages[0].unshard()
         output = stage.submod(torch.ones(1, 4))
-        sharding.reshard(free)
+        sharding.stages[0].reshard()
     return torch.equal(output, torch.full((1, 4), 10.0))
 
 
@@ -520,9 +520,9 @@ def test_other_modules_are_none_of_its_business() -> None:
     lane = [Action(op, 0, 0) for op in (Op.UNSHARD, Op.W, Op.REDUCE_GRAD, Op.RESHARD)]
     sharding = Sharding(stages, lane)
     with sharding.in_charge():
-        sharding.unshard(lane[0])
+        sharding.stages[0].unshard()
         with sharding.around(lane[1]):
             pass
-        sharding.reduce(lane[2])
-        sharding.reshard(lane[3])
+        sharding.stages[0].reduce()
+        sharding.stages[0].reshard()
     assert sharding.undivided == set()

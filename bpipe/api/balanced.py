@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from bpipe.api.description import described
-from bpipe.api.given_plan import GivenPlan
 from bpipe.api.measured_plans import MeasuredPlans
 from bpipe.api.options import BALANCING, Options, options_for, values_of
 from bpipe.api.policy import Budget, Policy, Way
@@ -16,10 +15,13 @@ from bpipe.backward.without_loss import check_loss
 from bpipe.comm.transport.process_group import group_of
 from bpipe.device import is_asynchronous
 from bpipe.errors import ConfigurationError
+from bpipe.logs import RankLog
 from bpipe.memory.optimizers import Optimizers, States
+from bpipe.passes.communicate import computations_only
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.sizes import Sizes
-from bpipe.schedules import Costs
+from bpipe.schedules import Costs, Plan
+from bpipe.session.fullest import Fullest
 from bpipe.session.plan_source import PlanSource
 
 __all__ = ["Balanced"]
@@ -135,7 +137,7 @@ class Balanced(Schedule):
         states = States(device, optimizer)
         what = schedule.plan, schedule.rule, policy
         if budget is None or sizes is not None:
-            self._source: PlanSource = GivenPlan(*what, context.plan_rank, is_lowest=is_lowest, asked=asked)
+            self._source = _planned(*what, context.plan_rank, is_lowest=is_lowest, asked=asked)
         else:
             self._source = MeasuredPlans(*what, context, replicas=replicas, is_lowest=is_lowest, asked=asked)
         self.rule, self.group, self._session = schedule.rule, schedule.group, schedule.hand_over()
@@ -145,6 +147,23 @@ class Balanced(Schedule):
 
     def __repr__(self) -> str:
         return described(self, vars(self).get("_budget", ""))
+
+
+def _planned(plan: Plan, rule: str, policy: Policy, plan_rank: int, *, is_lowest: bool, asked: str) -> PlanSource:
+    """Make a plan before the first step, which counts microbatches or given bytes; rank 0 logs the warnings about it."""
+    base, sizes = computations_only(plan), policy.sizes
+    if sizes is None:
+        return PlanSource(policy.plan_by_count(base), rule, asked)
+    if policy.budget == "auto" and not is_lowest:
+        raise ConfigurationError("budget='auto' needs measured sizes, but sizes= is given: give a budget in bytes, or 'lowest'")
+    budgets = None if is_lowest else policy.budgets(plan.num_ranks)
+    source = PlanSource(policy.plan_in_bytes(base, sizes, budgets), rule, asked)
+    if not is_lowest:
+        source.fullest = Fullest(source.plan.budgets)
+        if plan_rank == 0:
+            names = [f"rank {rank} of the plan" for rank in range(plan.num_ranks)]
+            source.fullest.check_plan(source.plan, names, rule, RankLog(0).warning)
+    return source
 
 
 def check_unused(schedule: object) -> None:

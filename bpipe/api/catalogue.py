@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from bpipe.api.options import RUNNING, SLICING, Options, options_for
 from bpipe.api.schedule import Schedule
 from bpipe.errors import ConfigurationError
+from bpipe.model.call import ArgsSpec, KwargsSpec, Loss
 from bpipe.schedules import Plan, verify
 from bpipe.skips.routes import skips_of
 from bpipe.slices.positions import numbers_of
@@ -42,11 +41,11 @@ class OneFOneB(Schedule):
     """1F1B: rank x of p holds at most min(p-x, m) microbatches (Narayanan et al., arXiv 2104.04473).
 
     Example:
-        >>> from torch import nn
+        >>> from torch import nn, zeros
         >>> from bpipe import PipelineStage
         >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, "cpu")
         >>> schedule = OneFOneB(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
-        >>> schedule.step(torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        >>> schedule.step(zeros(4, 4), target=zeros(4, 4)).shape
         torch.Size([4, 4])
     """
 
@@ -130,9 +129,9 @@ class _Slices(Schedule):
         self,
         stage: Any,
         n_microbatches: int,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
+        loss_fn: Loss = None,
+        args_chunk_spec: ArgsSpec = None,
+        kwargs_chunk_spec: KwargsSpec = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
@@ -150,14 +149,14 @@ class Seq1F1B(_Slices):
     With k slices, rank x of p holds at most (k+p-1-x)/k microbatches, and the bubble is 1F1B's divided by k; with one, it is 1F1B.
 
     Example:
-        >>> from torch import nn
+        >>> from torch import nn, zeros
         >>> from bpipe import PipelineStage
         >>> class Layer(nn.Linear):
         ...     def forward(self, x, past=()):  # of a slice, and what it returned for the slices before; it needs nothing of them
         ...         return super().forward(x), None
         >>> stage = PipelineStage(Layer(4, 4), 0, 1, "cpu")
         >>> schedule = Seq1F1B(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss, slices=2)
-        >>> x = torch.zeros(2, 6, 4)  # two sequences of six positions: two microbatches of two slices each
+        >>> x = zeros(2, 6, 4)  # two sequences of six positions: two microbatches of two slices each
         >>> schedule.step(x, target=x).shape
         torch.Size([2, 6, 4])
     """
@@ -192,13 +191,13 @@ class FromPlan(_Slices):
             `slice_lengths`, or none.
 
     Example:
-        >>> from torch import nn
+        >>> from torch import nn, zeros
         >>> from bpipe import PipelineStage
         >>> from bpipe.schedules import Plan, build
         >>> text = build("1f1b", num_stages=1, num_microbatches=4).to_text()
         >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, "cpu")
         >>> schedule = FromPlan(stage, Plan.from_text(text), loss_fn=nn.functional.mse_loss)
-        >>> schedule.step(torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        >>> schedule.step(zeros(4, 4), target=zeros(4, 4)).shape
         torch.Size([4, 4])
     """
 
@@ -210,9 +209,9 @@ class FromPlan(_Slices):
         self,
         stage: Any,
         plan: Plan,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
+        loss_fn: Loss = None,
+        args_chunk_spec: ArgsSpec = None,
+        kwargs_chunk_spec: KwargsSpec = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
@@ -256,9 +255,9 @@ class _Stages(Schedule):
         self,
         stages: Sequence[Any],
         n_microbatches: int,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
+        loss_fn: Loss = None,
+        args_chunk_spec: ArgsSpec = None,
+        kwargs_chunk_spec: KwargsSpec = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
@@ -277,12 +276,12 @@ class Interleaved1F1B(_Slices):
     backwards in the steady state, with one more forward ahead on each rank; how they do is up to `overlap`.
 
     Example:
-        >>> from torch import nn
+        >>> from torch import nn, zeros
         >>> from bpipe import Loopback, PipelineStage
         >>> loopback = Loopback(2)
         >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, r + 2)] for r in range(2)]
         >>> schedules = [Interleaved1F1B(of_rank, 2, loss_fn=nn.functional.mse_loss) for of_rank in stages]
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        >>> loopback.step(schedules, zeros(4, 4), target=zeros(4, 4)).shape
         torch.Size([4, 4])
     """
 
@@ -292,9 +291,9 @@ class Interleaved1F1B(_Slices):
         self,
         stages: Sequence[Any],
         n_microbatches: int,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
+        loss_fn: Loss = None,
+        args_chunk_spec: ArgsSpec = None,
+        kwargs_chunk_spec: KwargsSpec = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
@@ -346,12 +345,12 @@ class ZBV(_Stages):
     Every rank holds at most min(p, m) microbatches. Arguments are `Schedule`'s, except `stages`, this rank's two stages.
 
     Example:
-        >>> from torch import nn
+        >>> from torch import nn, zeros
         >>> from bpipe import Loopback, PipelineStage
         >>> loopback = Loopback(2)
         >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
         >>> schedules = [ZBV(of_rank, 4, loss_fn=nn.functional.mse_loss) for of_rank in stages]
-        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        >>> loopback.step(schedules, zeros(4, 4), target=zeros(4, 4)).shape
         torch.Size([4, 4])
     """
 
@@ -395,7 +394,7 @@ class BitPipe(_Stages):
     Buffers, such as BatchNorm's statistics, are each twin's own. `docs/two-directions.md` has the details.
 
     Example:
-        >>> from torch import nn
+        >>> from torch import nn, zeros
         >>> from bpipe import Loopback, PipelineStage
         >>> loopback, model = Loopback(2), [nn.Linear(4, 4) for _ in range(4)]
         >>> def stage(index, rank):
@@ -404,7 +403,7 @@ class BitPipe(_Stages):
         ...     return PipelineStage(module, index, 8, "cpu", loopback.rank(rank), directions=2)
         >>> held = ([0, 3, 5, 6], [1, 2, 4, 7])
         >>> ranks = [BitPipe([stage(s, r) for s in held[r]], 2, nn.functional.mse_loss) for r in range(2)]
-        >>> loopback.step(ranks, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        >>> loopback.step(ranks, zeros(4, 4), target=zeros(4, 4)).shape
         torch.Size([4, 4])
     """
 
@@ -472,9 +471,9 @@ class DualPipeV(_Stages):
         self,
         stages: Sequence[Any],
         n_microbatches: int,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
+        loss_fn: Loss = None,
+        args_chunk_spec: ArgsSpec = None,
+        kwargs_chunk_spec: KwargsSpec = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bpipe.memory.ledger import Key
-from bpipe.memory.recent import Recent
 from bpipe.memory.saved.footprint import Footprint, covering, largest_of, with_margin
 from bpipe.plan.sizes import GRADIENTS, Amount, StageSizes
 from bpipe.schedules import Plan
-from bpipe.session.session import REMEMBERED_SHAPES, StepKey
 
 __all__: list[str] = []
 
@@ -84,36 +82,13 @@ class Shapes:
         return sorted(grown)
 
 
-class KnownShapes(Recent[StepKey, Shapes]):
-    """The sizes known for the most recently used forms of inputs."""
-
-    def latest(self) -> Shapes:
-        return next(reversed(self.values()))
-
-
 @dataclass(slots=True)
 class Comparison:
-    """The comparison of replicas for the steps with some inputs."""
-
-    shapes: Shapes  # the sizes that the first of these steps has measured
-    num_steps: int = 0  # the number of these steps
-    difference: str | None = None  # the result of the comparison; None before it
-
-
-class Comparisons:
-    """Let replicas compare the memory of their microbatches: in the second step with some inputs, as measured in the first one.
+    """The comparison of replicas for the steps with some inputs: before the second one, by what the first one has measured.
 
     The step of the comparison depends on the inputs alone. A replica's modules may change in any step and make it measure again.
     """
 
-    def __init__(self) -> None:
-        self._by_inputs = Recent[tuple[bytes, ...], Comparison](REMEMBERED_SHAPES)
-
-    def is_due(self, inputs: tuple[bytes, ...], shapes: Shapes) -> bool:
-        """Count a step with some inputs, and return whether replicas compare before it runs."""
-        comparison = self._by_inputs.use(inputs, Comparison(shapes))
-        comparison.num_steps += 1
-        return comparison.num_steps == 2
-
-    def of(self, inputs: tuple[bytes, ...]) -> Comparison:
-        return self._by_inputs[inputs]
+    shapes: Shapes  # the sizes that the first of these steps has measured
+    num_steps: int = 0  # the number of these steps
+    difference: str | None = None  # the result of the comparison; None before it

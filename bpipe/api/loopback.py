@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -25,7 +26,7 @@ from bpipe.plan.action import SERVED
 from bpipe.plan.order import linearise
 from bpipe.schedules import Action, Plan
 from bpipe.session.plan_source import PlanSource
-from bpipe.session.session import Session
+from bpipe.session.session import Session, under_way
 
 __all__ = ["Loopback", "LoopbackGroup"]
 
@@ -44,14 +45,6 @@ class LoopbackGroup(NamedTuple):
 
     loopback: Loopback
     rank: int
-
-
-class _Lane(NamedTuple):
-    """A sequence of actions of a rank of the plan: its computations, or its work for one evictor whose activations it stores."""
-
-    rank: int
-    evictor: int | None
-    device: torch.device
 
 
 class Loopback(NotCopied):
@@ -147,10 +140,7 @@ class Loopback(NotCopied):
             with ExitStack() as breaking:
                 for session, run in zip(sessions, runs):
                     breaking.enter_context(session.guard.breaking())
-                    breaking.enter_context(run.sharding.in_charge())
-                    breaking.enter_context(run.twins.in_charge())
-                    breaking.enter_context(run.hooks.watched())
-                    breaking.enter_context(run.compute.loss_scale.in_force())
+                    breaking.enter_context(under_way(run))
                 self._execute(runs)
                 _share_results(runs)
                 result = next((session.result(run) for session, run in zip(sessions, runs) if run.holds_last_stage), None)
@@ -177,7 +167,7 @@ class Loopback(NotCopied):
             for plan_rank, action in self._order[1]:
                 group_rank = group_ranks[plan_rank]
                 run, evictor = runs[group_rank], action.peer if action.op in SERVED else None
-                with self._random_numbers(group_rank, run.device), self._on_stream(_Lane(plan_rank, evictor, run.device)):
+                with self._random_numbers(group_rank, run.device), self._on_stream(run, evictor):
                     run.execute(action)
 
     @contextmanager
@@ -187,27 +177,28 @@ class Loopback(NotCopied):
         As in separate processes, a rank's work for each evictor has a stream of its own.
         """
         on_device = [run for run in runs if is_asynchronous(run.device)]
-        lanes = [_Lane(run.rank, evictor, run.device) for run in on_device for evictor in (None, *run.plan.chains(run.rank))]
-        for lane in lanes:
-            self._stream(lane).wait_stream(current_stream(lane.device))
+        lanes = [(run, evictor) for run in on_device for evictor in (None, *run.plan.chains(run.rank))]
+        for run, evictor in lanes:
+            self._stream(run, evictor).wait_stream(current_stream(run.device))
         try:
             yield
         except BaseException as error:
             with noted_on(error):
                 self.wires.streams.join()  # memory of the step may be freed now, while copies of it may still be queued
             raise
-        for lane in lanes:
-            current_stream(lane.device).wait_stream(self._stream(lane))
+        for run, evictor in lanes:
+            current_stream(run.device).wait_stream(self._stream(run, evictor))
 
-    def _stream(self, lane: _Lane) -> Stream:
-        user = ("computations", lane.rank) if lane.evictor is None else serving(lane.rank, lane.evictor)
-        return self.wires.streams.of(user, lane.device)
+    def _stream(self, run: Run, evictor: int | None) -> Stream:
+        """Return the stream of a rank's computations, or of its work for one evictor whose activations it stores."""
+        user = ("computations", run.rank) if evictor is None else serving(run.rank, evictor)
+        return self.wires.streams.of(user, run.device)
 
     def _random_numbers(self, rank: int, device: torch.device) -> AbstractContextManager[Any]:
         return self._random[rank].active(device) if self.own_random_state else nullcontext()
 
-    def _on_stream(self, lane: _Lane) -> AbstractContextManager[Any]:
-        return keeping(on_stream(self._stream(lane))) if is_asynchronous(lane.device) else nullcontext()
+    def _on_stream(self, run: Run, evictor: int | None) -> AbstractContextManager[Any]:
+        return keeping(on_stream(self._stream(run, evictor))) if is_asynchronous(run.device) else nullcontext()
 
 
 def run_alone(loopback: Loopback, session: Session, call: Call, *, is_training: bool) -> Any:
@@ -245,8 +236,7 @@ def _share_results(runs: Sequence[Run]) -> None:
 
 def _merged(results: Iterable[Mapping[int, T]]) -> dict[int, T]:
     """Return the results of several ranks, by microbatch, in the order of microbatches."""
-    found = {microbatch: result for of_rank in results for microbatch, result in of_rank.items()}
-    return {microbatch: found[microbatch] for microbatch in sorted(found)}
+    return dict(sorted(chain.from_iterable(of_rank.items() for of_rank in results)))
 
 
 class _RandomState:

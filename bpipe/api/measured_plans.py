@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
-from bpipe.api.known_shapes import Comparisons, KnownShapes, MeasuredSizes, Shapes
+from bpipe.api.known_shapes import Comparison, MeasuredSizes, Shapes
 from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.policy import Policy
 from bpipe.api.report import Report
@@ -18,6 +19,7 @@ from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
 from bpipe.engine.shared import why_in_order
 from bpipe.errors import AgreementError, BudgetError, CommError, format_error
+from bpipe.memory.recent import Recent
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
 from bpipe.model import microbatch as mb
 from bpipe.model.plain_numbers import InputForms
@@ -30,6 +32,7 @@ from bpipe.plan.amounts import show_each
 from bpipe.plan.sizes import Sizes
 from bpipe.schedules import Op, Plan, finish
 from bpipe.session.context import RankContext
+from bpipe.session.filler import both
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
@@ -69,8 +72,9 @@ class MeasuredPlans(PlanSource):
         self._in_order: Plan | None = None  # the plan that measures in the schedule's order, once it was needed
         self._policy, self._context, self._replicas = policy, context, replicas
         self._is_lowest = is_lowest
-        self._shapes = KnownShapes(REMEMBERED_SHAPES)
-        self._comparisons = Comparisons()
+        self._shapes = Recent[StepKey, Shapes](REMEMBERED_SHAPES)  # by the form of their inputs
+        self._latest: Shapes  # those of the latest training step
+        self._comparisons = Recent[tuple[bytes, ...], Comparison](REMEMBERED_SHAPES)  # by inputs
         self.revision = 0  # how often this rank has asked to measure again
         self._revisions: tuple[int, ...] = ()  # those of all ranks, in the latest training step
         self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
@@ -88,7 +92,7 @@ class MeasuredPlans(PlanSource):
         if not is_training:
             return super().plan_of(inputs, records, gather, is_training=is_training)
         key = (True, tuple(record.form for record in records))
-        shapes = self._shapes.use(key, Shapes())
+        shapes = self._latest = self._shapes.use(key, Shapes())
         if self._replicas is not None:
             self._compare(tuple(record.inputs for record in records), shapes, gather)
         revisions = tuple(record.revision for record in records)
@@ -115,21 +119,20 @@ class MeasuredPlans(PlanSource):
         if self._policy.measure == "in_order":
             reasons = ["as requested"]
         else:
-            answers = gather(lambda source: _measured(source)._needs_order())
-            reasons = [reason for reason in (decode_text(data) for data in answers) if reason]
+            reasons = [*filter(None, _answers(gather, MeasuredPlans._needs_order))]
         if len(self._shapes) > 1 or reasons:
             how = f"in the schedule's own order ({reasons[0]})" if reasons else "one microbatch at a time"
             self._say(f"new shapes or sizes: this step runs {how} and measures them")
         if not reasons:
             return self._profiling_plan
         if self._in_order is None:
-            self._in_order = self._made_once("in order", lambda: self._policy.plan_by_count(self._base))
+            make = partial(self._policy.plan_by_count, self._base)
+            self._in_order = self._context.once((self._policy, self._base, "in order"), make)
         return self._in_order
 
-    def _needs_order(self) -> bytes:
+    def _needs_order(self) -> str:
         """Return why this rank cannot measure one microbatch at a time; empty if it knows no reason."""
-        context = self._context
-        return why_in_order(context.stages, context.loss_fn, shares_random=self._shares_random()).encode()
+        return why_in_order(self._context.stages, self._context.loss_fn, shares_random=self._shares_random())
 
     def _shares_random(self) -> bool:
         """Return whether this rank's forwards and those of another stage draw from the same random numbers."""
@@ -142,7 +145,7 @@ class MeasuredPlans(PlanSource):
         if plan is not self._profiling_plan or (not shares_random and _computed(plan, rank) == _computed(self._base, rank)):
             return observer
         device = self._context.transport.device
-        return OrderWatch(self._context.stages, inputs.step_inputs, device, shares_random=shares_random, inner=observer)
+        return both(OrderWatch(self._context.stages, inputs.step_inputs, device, shares_random=shares_random), observer)
 
     def _warn_if_often(self, measures: bool) -> None:
         """Warn once if nearly all of the latest steps have measured."""
@@ -160,7 +163,7 @@ class MeasuredPlans(PlanSource):
     # After a step
 
     def learn(self, run: Run) -> None:
-        shapes = self._shapes.latest()
+        shapes = self._latest
         if run.plan is self._profiling_plan or run.plan is self._in_order:
             ledger, returned = run.evictions.ledger, bytes_under(run.compute.returned, run.device)
             stages = run.evictions.settled(run.plan.slices)
@@ -174,7 +177,7 @@ class MeasuredPlans(PlanSource):
 
     def counted(self, run: Run, stats: Mapping[str, float]) -> None:
         """Measure again if static bytes grow with the same modules, such as gradients of parameters that are frozen again."""
-        shapes, static = self._shapes.latest(), self._context.static.num_bytes
+        shapes, static = self._latest, self._context.static.num_bytes
         if run.plan.sizes is not None and shapes.static_bytes and static > shapes.static_bytes:
             shapes.static_bytes = static
             self.measure_again("the static bytes of this rank exceed the plan")
@@ -187,15 +190,15 @@ class MeasuredPlans(PlanSource):
 
     def _compare(self, inputs: tuple[bytes, ...], shapes: Shapes, gather: Gather) -> None:
         """Raise on all ranks if microbatches of one of them take different memory than on its replicas."""
-        if self._comparisons.is_due(inputs, shapes):
-            refusals = [decode_text(data) for data in gather(lambda source: _measured(source)._difference(inputs))]
-            refusal = next(filter(None, refusals), None)
-            if refusal is not None:
-                raise AgreementError(refusal)
+        comparison = self._comparisons.use(inputs, Comparison(shapes))
+        comparison.num_steps += 1
+        refusals = _answers(gather, lambda source: source._difference(inputs)) if comparison.num_steps == 2 else []
+        if refusal := next(filter(None, refusals), ""):
+            raise AgreementError(refusal)
 
-    def _difference(self, inputs: tuple[bytes, ...]) -> bytes:
+    def _difference(self, inputs: tuple[bytes, ...]) -> str:
         """Return where this rank's replicas take different memory for some inputs; collective over them."""
-        one = self._comparisons.of(inputs)
+        one = self._comparisons[inputs]
         if one.difference is None:  # a loopback asks once for each of its ranks
             try:
                 assert one.shapes.measured is not None, "the first step with some inputs measures"
@@ -203,7 +206,7 @@ class MeasuredPlans(PlanSource):
                 one.difference = difference(self._replicas, one.shapes.measured.stages, one.shapes.varying, device)
             except Exception as error:
                 one.difference = f"rank {self._context.group_rank} cannot compare its memory with replicas: {format_error(error)}"
-        return one.difference.encode(errors="replace")
+        return one.difference
 
     # The plan for the measured sizes, which all ranks make from the same numbers
 
@@ -211,8 +214,7 @@ class MeasuredPlans(PlanSource):
         packed = gather(lambda source: _measured(source)._report(key))
         reports = sorted((Report.unpack(data, sender) for sender, data in enumerate(packed)), key=lambda report: report.rank)
         self._say("making the plan for the measured sizes")
-        refusal = next((report.refusal for report in reports if report.refusal), None)
-        if refusal is not None:
+        if refusal := next((report.refusal for report in reports if report.refusal), ""):
             raise AgreementError(refusal)
         by_stage = {stage: sizes for report in reports for stage, sizes in report.stages.items()}
         if sorted(by_stage) != list(range(self._base.num_stages)):
@@ -238,7 +240,7 @@ class MeasuredPlans(PlanSource):
             outcome = plan.fingerprint()
         except BaseException as failure:  # reported to all ranks before it is raised, so that none waits
             error, outcome = failure, format_error(failure)
-        outcomes = [decode_text(data) for data in gather(lambda _: outcome.encode(errors="replace"))]
+        outcomes = _answers(gather, lambda _: outcome)
         if error is not None:
             self._context.guard.known_to_all = error
             raise error
@@ -249,11 +251,8 @@ class MeasuredPlans(PlanSource):
         return plan
 
     def _made_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
-        return self._made_once((sizes, budgets), lambda: self._policy.plan_in_bytes(self._base, sizes, budgets))
-
-    def _made_once(self, asked: object, make: Callable[[], Plan]) -> Plan:
-        """Make a plan only once for all ranks of a loopback, because they are one process."""
-        return self._context.once((self._policy, self._base, asked), make)
+        make = partial(self._policy.plan_in_bytes, self._base, sizes, budgets)
+        return self._context.once((self._policy, self._base, sizes, budgets), make)
 
     def _report(self, key: StepKey) -> bytes:
         """Return this rank's report for the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
@@ -299,6 +298,11 @@ class MeasuredPlans(PlanSource):
 def _measured(source: PlanSource) -> MeasuredPlans:
     assert isinstance(source, MeasuredPlans), "ranks whose records agree have plans from the same kind of source"
     return source
+
+
+def _answers(gather: Gather, ask: Callable[[MeasuredPlans], str]) -> list[str]:
+    """Ask the sources of all ranks, and return what each of them says."""
+    return [decode_text(data) for data in gather(lambda source: ask(_measured(source)).encode(errors="replace"))]
 
 
 def _computed(plan: Plan, rank: int) -> list[tuple[object, ...]]:

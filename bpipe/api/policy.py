@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -51,11 +51,18 @@ class Policy:
                 f"{plan.name} keeps gradients in their stages, and such stages do not recompute: leave by= out, and use "
                 "torch.utils.checkpoint inside a stage to keep less of a microbatch"
             )
+        given = {"parts": self.parts > 1, "to": self.to != Destinations(), "costs": self.costs is not None}
         if self.by == "recompute":
-            self._check_recomputing()
-        if self.by == "evict_or_recompute":
-            self._check_both()
-        self._check_budget(plan.num_ranks)
+            _check_used(given, "by='recompute' evicts nothing", "leave them out")
+        if self.by == "evict_or_recompute" and (self.costs is None or self.budget is None or isinstance(self.budget, str)):
+            raise ConfigurationError("by='evict_or_recompute' compares costs: give costs=, and a budget in bytes")
+        if self.budget is None:
+            given |= {"to": False, "sizes": self.sizes is not None, "measure": self.measure != "auto"}
+            _check_used(given, "budget=None counts microbatches", "give a budget in bytes")
+        elif not isinstance(self.budget, str):
+            self.budgets(plan.num_ranks)
+        elif self.budget not in get_args(NamedBudget):
+            raise ConfigurationError(f"budget={self.budget!r}: give bytes, 'auto', 'lowest', or None to count microbatches")
         if self.costs is not None:
             self.costs.check(plan)
         if skips_of(plan.flow) and self.budget is not None and self.by != "evict":
@@ -65,33 +72,6 @@ class Policy:
         self.to.check(plan.num_ranks)
         if self.sizes is not None:
             self._check_sizes(self.sizes, plan)
-
-    def _check_budget(self, num_ranks: int) -> None:
-        if self.budget is None:
-            self._check_nothing_else()
-        elif not isinstance(self.budget, str):
-            self.budgets(num_ranks)
-        elif self.budget not in get_args(NamedBudget):
-            raise ConfigurationError(f"budget={self.budget!r}: give bytes, 'auto', 'lowest', or None to count microbatches")
-
-    def _check_nothing_else(self) -> None:
-        given = {"parts": self.parts > 1, "costs": self.costs is not None, "sizes": self.sizes is not None}
-        given["measure"] = self.measure != "auto"
-        unused = [name for name, is_given in given.items() if is_given]
-        if unused:
-            raise ConfigurationError(
-                f"budget=None counts microbatches and does not use {', '.join(unused)}: give a budget in bytes"
-            )
-
-    def _check_recomputing(self) -> None:
-        given = {"parts": self.parts > 1, "to": self.to != Destinations(), "costs": self.costs is not None}
-        unused = [name for name, is_given in given.items() if is_given]
-        if unused:
-            raise ConfigurationError(f"by='recompute' evicts nothing and does not use {', '.join(unused)}: leave them out")
-
-    def _check_both(self) -> None:
-        if self.costs is None or self.budget is None or isinstance(self.budget, str):
-            raise ConfigurationError("by='evict_or_recompute' compares costs: give costs=, and a budget in bytes")
 
     def _check_sizes(self, sizes: Sizes, plan: Plan) -> None:
         parts = max((len(stage.parts) for stage in sizes.stages), default=0)
@@ -108,15 +88,12 @@ class Policy:
     def plan_in_bytes(self, computations: Plan, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
         """Make and prove the plan for some sizes, with as little memory as possible if there are no budgets."""
         with asked_as_budget():
-            return finish(self._balanced(computations, sizes, budgets))
-
-    def _balanced(self, computations: Plan, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
-        if self.by == "recompute":
-            return recompute(computations, sizes=sizes, budgets=budgets)
-        if self.by == "evict_or_recompute":
-            assert budgets is not None and self.costs is not None, "_check_both asks for them"
-            return evict_or_recompute(computations, sizes=sizes, budgets=budgets, costs=self.costs, to=self.to)
-        return by_bytes(computations, sizes, budgets, to=self.to, costs=self.costs)
+            if self.by == "recompute":
+                return finish(recompute(computations, sizes=sizes, budgets=budgets))
+            if self.by == "evict_or_recompute":
+                assert budgets is not None and self.costs is not None, "`check` asks for them"
+                return finish(evict_or_recompute(computations, sizes=sizes, budgets=budgets, costs=self.costs, to=self.to))
+            return finish(by_bytes(computations, sizes, budgets, to=self.to, costs=self.costs))
 
     def said_budget(self) -> str:
         """Return the budget in words."""
@@ -130,3 +107,9 @@ class Policy:
         of_each = f"give bytes, at least 1, or None for each of {num_ranks} ranks"
         advice = of_each if isinstance(self.budget, Sequence) else "give a whole number of bytes of at least 1"
         return budgets_of("budget", self.budget, num_ranks, advice)
+
+
+def _check_used(given: Mapping[str, bool], why: str, remedy: str) -> None:
+    """Raise if something was given that a plan would not use."""
+    if unused := [name for name, is_given in given.items() if is_given]:
+        raise ConfigurationError(f"{why} and does not use {', '.join(unused)}: {remedy}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from bpipe.comm.transport.in_process import LoopbackTransport
 from bpipe.comm.transport.process_group import is_fake
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.memory.ledger import Ledger
-from bpipe.model.call import Call, Specs
+from bpipe.model.call import ArgsSpec, Call, KwargsSpec, Loss, Specs
 from bpipe.model.stage import PipelineStage, stages_of
 from bpipe.not_copied import NotCopied
 from bpipe.parallel.directions import directions_of, paths_of
@@ -91,9 +91,9 @@ class Schedule(NotCopied, TorchAttributes):
         self,
         stage: Any,
         n_microbatches: int,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
+        loss_fn: Loss = None,
+        args_chunk_spec: ArgsSpec = None,
+        kwargs_chunk_spec: KwargsSpec = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,

@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from bpipe.checks import check_count
+from bpipe.checks import check_choice, check_count
 from bpipe.cleanup import concise
 from bpipe.errors import ConfigurationError
 from bpipe.model.call import Specs
@@ -42,6 +42,16 @@ FIXED: dict[str, Callable[[Plan], object]] = {  # what a schedule was constructe
 WANTS_SEND_WAITS = release() >= (2, 15)  # torch adds them itself before
 
 
+def _spec(name: str) -> property:
+    """Return an attribute for one of the specs by which a schedule's batches are cut."""
+
+    def change(self: TorchAttributes, spec: Any) -> None:
+        context = self.session.context
+        context.specs = Specs.checked(**(context.specs._asdict() | {name: spec}))
+
+    return property(lambda self: getattr(self.session.context.specs, name), change)
+
+
 class TorchAttributes:
     """What torch's users ask a schedule; `Schedule` inherits it, and gives it a session and a source of plans."""
 
@@ -52,6 +62,7 @@ class TorchAttributes:
     _check_placement: Callable[[Plan, Mapping[int, PipelineStage]], None]
     _makes_plans: ClassVar[bool] = False  # as it learns, so that it takes none
     _is_from_csv = False  # whether its plan was loaded
+    _given_microbatches = 0  # that a plan must have which is loaded later
 
     if TYPE_CHECKING:
 
@@ -143,29 +154,11 @@ class TorchAttributes:
     def _has_backward(self, trains: bool) -> None:
         self.session.context.only_evaluates = not trains
 
-    @property
-    def _args_chunk_spec(self) -> Any:
-        return self.session.context.specs.args
-
-    @_args_chunk_spec.setter
-    def _args_chunk_spec(self, spec: Any) -> None:
-        self._set_specs(args=spec)
-
-    @property
-    def _kwargs_chunk_spec(self) -> Any:
-        return self.session.context.specs.kwargs
-
-    @_kwargs_chunk_spec.setter
-    def _kwargs_chunk_spec(self, spec: Any) -> None:
-        self._set_specs(kwargs=spec)
-
-    def _set_specs(self, **changed: Any) -> None:
-        context = self.session.context
-        context.specs = Specs.checked(**(context.specs._asdict() | changed))
+    _args_chunk_spec, _kwargs_chunk_spec = _spec("args"), _spec("kwargs")
 
     @property
     def _n_microbatches(self) -> int:
-        return self.plan.num_microbatches
+        return self._given_microbatches or self.plan.num_microbatches
 
     @_n_microbatches.setter
     def _n_microbatches(self, number: int) -> None:
@@ -177,11 +170,6 @@ class TorchAttributes:
                     f"the CSV that was loaded has {self._n_microbatches} microbatches: load one for {number} into a new schedule"
                 )
             self._take_plan(self._plan_for(number))
-
-    @property
-    def _wanted_microbatches(self) -> int:
-        """The number of microbatches that a plan must have which replaces this one's."""
-        return self._n_microbatches
 
     def _check_takes_plans(self) -> None:
         if self._makes_plans:
@@ -239,15 +227,15 @@ class TorchAttributes:
             PlanError: it is no pipeline schedule; the message lists every violation.
             ConfigurationError: it is for other microbatches, it puts stages on other ranks, or the schedule has slots or slices.
         """
-        _check_format(format)
+        check_choice("format", format, get_args(CsvFormat))
         self._check_takes_plans()
         is_text = isinstance(path_or_text, str) and ("\n" in path_or_text or "," in path_or_text)
         text = os.fspath(path_or_text) if is_text else Path(path_or_text).read_text()
         plan = from_csv(text, name="csv")
         verify(plan)
-        if plan.num_microbatches != self._wanted_microbatches:
+        if plan.num_microbatches != self._n_microbatches:
             raise ConfigurationError(
-                f"the CSV has {plan.num_microbatches} microbatches, and the schedule {self._wanted_microbatches}: give it as many"
+                f"the CSV has {plan.num_microbatches} microbatches, and the schedule {self._n_microbatches}: give it as many"
             )
         self._take_plan(plan)
         self._is_from_csv = True
@@ -260,7 +248,7 @@ class TorchAttributes:
             ConfigurationError: another format.
             OSError: the file cannot be written; what was there before is still there.
         """
-        _check_format(format)
+        check_choice("format", format, get_args(CsvFormat))
         plan = self.plan if format == "compute_comms" else _compute_only(self.plan)
         write_whole(path, plan.to_csv(send_waits=WANTS_SEND_WAITS))
 
@@ -268,17 +256,11 @@ class TorchAttributes:
         self.load_csv(filename, format)
 
 
-
 def is_single(kind: type[TorchAttributes]) -> bool | None:
     """Return whether a class of schedules takes one stage, and not a list; None if each of its schedules has a rule of its own."""
     if kind.is_single is None and hasattr(kind, "rule"):
         return rule_named(kind.rule).default_stages_per_rank == 1
     return kind.is_single
-
-
-def _check_format(format: str) -> None:
-    if format not in ("compute_only", "compute_comms"):
-        raise ConfigurationError(f"format={format!r}: give 'compute_only' or 'compute_comms'")
 
 
 def _compute_only(plan: Plan) -> Plan:

@@ -16,15 +16,24 @@ __all__ = ["PipelineScheduleMulti", "PipelineScheduleSingle", "_PipelineSchedule
 _PipelineSchedule = Schedule  # as torchtitan names, in annotations, what runs a pipeline
 
 OF_TORCH = (  # as torch spells them
-    *("1F1B", "Interleaved1F1B", "GPipe", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"),
-    *("PipelineScheduleSingle", "PipelineScheduleMulti"),
+    *("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleGPipe", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"),
+    *("ScheduleZBVZeroBubble", "ScheduleDualPipeV", "PipelineScheduleSingle", "PipelineScheduleMulti"),
 )
+
+
+_ORDERS = "construct a schedule such as Schedule1F1B, give FromPlan a plan, or write one of your own (docs/schedules.md)"
 
 
 class _OnlyABase(ABCMeta):
     """The class of a class that only other classes' subclasses are."""
 
     takes_one: bool
+
+    def __init__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> None:
+        super().__init__(name, bases, namespace)
+        for base in bases:
+            if isinstance(base, _OnlyABase):
+                raise ConfigurationError(f"{name} derives from {base.__name__}, which runs nothing by itself: {_ORDERS}")
 
     def __subclasscheck__(cls, kind: type) -> bool:
         if kind is cls:
@@ -38,9 +47,6 @@ class _OnlyABase(ABCMeta):
         raise ConfigurationError(f"{cls.__name__} runs nothing by itself: {_ORDERS}")
 
 
-_ORDERS = "construct a schedule such as Schedule1F1B, give FromPlan a plan, or write one of your own (docs/schedules.md)"
-
-
 class PipelineScheduleSingle(Schedule, metaclass=_OnlyABase):
     """The schedules with one stage per rank; it is there for `issubclass` and `isinstance`.
 
@@ -51,9 +57,6 @@ class PipelineScheduleSingle(Schedule, metaclass=_OnlyABase):
     """
 
     takes_one = True
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        raise ConfigurationError(f"{cls.__name__} derives from PipelineScheduleSingle, which runs nothing by itself: {_ORDERS}")
 
 
 class PipelineScheduleMulti(Schedule, metaclass=_OnlyABase):
@@ -66,9 +69,6 @@ class PipelineScheduleMulti(Schedule, metaclass=_OnlyABase):
     """
 
     takes_one = False
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        raise ConfigurationError(f"{cls.__name__} derives from PipelineScheduleMulti, which runs nothing by itself: {_ORDERS}")
 
 
 def get_schedule_class(schedule_name: str) -> type:
@@ -84,11 +84,8 @@ def get_schedule_class(schedule_name: str) -> type:
         'BalancedOneFOneB'
     """
     asked = schedule_name.casefold().removeprefix("schedule")
-    called = next((name for name in OF_TORCH if name.casefold() == asked), None)
-    if called is not None:
-        name = called if called.startswith("Pipeline") else f"Schedule{called}"
-    else:
-        name = rule_named(schedule_name).runs_as
+    called = next((name for name in OF_TORCH if name.casefold().removeprefix("schedule") == asked), None)
+    name = rule_named(schedule_name).runs_as if called is None else called
     kind: type | None = None if name == "Schedule" else getattr(import_module("bpipe"), name, None)
     if kind is None:
         raise ConfigurationError(f"bpipe has no class that runs {schedule_name!r}: use your own subclass of bpipe.Schedule")

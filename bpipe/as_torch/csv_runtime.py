@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from abc import ABCMeta
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from bpipe.api.catalogue import FromPlan
 from bpipe.api.options import Options
@@ -14,6 +12,7 @@ from bpipe.as_torch import several_stages
 from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
 from bpipe.logs import LOG
+from bpipe.model.call import ArgsSpec, KwargsSpec, Loss
 from bpipe.model.of_torch_alone import check_options
 from bpipe.model.stage import stages_of
 from bpipe.plan.plan import Plan
@@ -59,9 +58,9 @@ class FromCSV(FromPlan, metaclass=ABCMeta):
         self,
         stages: Sequence[Any],
         n_microbatches: int,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
+        loss_fn: Loss = None,
+        args_chunk_spec: ArgsSpec = None,
+        kwargs_chunk_spec: KwargsSpec = None,
         output_merge_spec: Any = None,
         use_full_backward: bool | None = None,
         scale_grads: bool = True,
@@ -105,10 +104,6 @@ class FromCSV(FromPlan, metaclass=ABCMeta):
     def stages(self) -> list[Any]:
         """This rank's stages, as they were given."""
         return [stage.original for stage in self._given_stages]
-
-    @property
-    def _wanted_microbatches(self) -> int:
-        return super()._wanted_microbatches if self._is_loaded else self._given_microbatches
 
     def _take_plan(self, plan: Plan) -> None:
         if self._is_loaded:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from bpipe.api.catalogue import ZBV, BreadthFirst, DualPipeV, Interleaved1F1B, InterleavedZeroBubble
 from bpipe.api.options import Options
 from bpipe.cleanup import concise
+from bpipe.model.call import ArgsSpec, KwargsSpec, Loss
 from bpipe.model.of_torch_alone import check_options
 
 __all__ = [
@@ -19,8 +18,6 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
 ]
-
-Loss = Callable[..., torch.Tensor] | None
 
 
 class _TorchOrder:
@@ -41,8 +38,8 @@ class _TorchOrder:
         stages: Sequence[Any],
         n_microbatches: int,
         loss_fn: Loss = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
+        args_chunk_spec: ArgsSpec = None,
+        kwargs_chunk_spec: KwargsSpec = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
@@ -60,12 +57,12 @@ class ScheduleInterleaved1F1B(_TorchOrder, Interleaved1F1B):
     """`Interleaved1F1B`, with torch's order of arguments.
 
     Example:
-        >>> from torch import nn
+        >>> from torch import nn, zeros
         >>> from bpipe import Loopback, PipelineStage
         >>> loopback = Loopback(2)
         >>> stages = [PipelineStage(nn.Linear(4, 4), s, 4, "cpu", group=loopback.rank(s % 2)) for s in range(4)]
         >>> schedules = [ScheduleInterleaved1F1B(stages[r::2], 3, nn.functional.mse_loss) for r in range(2)]
-        >>> loopback.step(schedules, torch.zeros(6, 4), target=torch.zeros(6, 4)).shape
+        >>> loopback.step(schedules, zeros(6, 4), target=zeros(6, 4)).shape
         torch.Size([6, 4])
         >>> [str(action) for action in schedules[0].pipeline_order[0]][:8]
         ['0F0', '0F1', '0F2', '2F0', '2F1', '2F2', '2B0', '2B1']

@@ -21,11 +21,9 @@ __all__: list[str] = []
 
 
 class InputGrads:
-    """The gradients of a stage's inputs, once its backward has run; None if an input was not used.
+    """The gradients of those inputs of a stage that need one, once its backward has run; None if an input was not used.
 
-    Args:
-        size: the number of inputs that need a gradient.
-        anchor: a leaf behind all these inputs, to which every path through them leads; None if there are none.
+    All paths through these inputs lead to the anchor, a leaf; it is None if there are none.
     """
 
     def __init__(self, size: int = 0, anchor: torch.Tensor | None = None) -> None:
@@ -53,11 +51,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def enter(tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> tuple[list[torch.Tensor], InputGrads]:
-    """Make received tensors the inputs of a stage.
-
-    Args:
-        tensors: the received tensors; the caller drops them.
-        requires_grad: for each of them, whether it needs a gradient.
+    """Make received tensors, which the caller drops, the inputs of a stage.
 
     Returns:
         The inputs, and the object that will hold the gradients of those that need one.

@@ -39,7 +39,8 @@ class Callbacks(Engine):
         Raises:
             StageError: the callback would not find the gradients that it finds in a single process.
         """
-        if _is_of_fsdp(callback):  # `Sharding` handles the end of FSDP's backwards
+        of_fsdp = type(getattr(callback, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
+        if of_fsdp:  # `Sharding` handles the end of FSDP's backwards
             self.behind.queue_callback(callback)
             return
         self.were_any, is_ours = True, self.is_ours  # another thread may set it, if the callback belongs to its pipeline
@@ -72,10 +73,6 @@ class Callbacks(Engine):
 def goes_to(leaf: torch.Tensor) -> bool:
     """Return whether the backward that calls this function, through a hook, leads to a leaf."""
     return will_run(get_gradient_edge(leaf).node)
-
-
-def _is_of_fsdp(callback: Any) -> bool:
-    return type(getattr(callback, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
 
 
 def _name_of(callback: Any) -> str:

@@ -22,8 +22,7 @@ class Divided:
     """The backwards of one rank during one step that the plan splits into backward_input and backward_weight.
 
     Args:
-        undivided: the stages whose whole backward runs in `backward_input`.
-        hooks: the user's hooks, which may add to them.
+        undivided: the stages whose whole backward runs in `backward_input`; the user's hooks may add to them.
         separate: called with a stage whose parameters have new gradients.
     """
 

@@ -16,12 +16,8 @@ __all__: list[str] = []
 def taken_apart(result: Any, place: str) -> tuple[Any, Any]:
     """Return the output for the next stage, without its graph, and the prediction, at which the stage's backward begins.
 
-    Args:
-        result: what the module returned.
-        place: the stage and microbatch, for messages.
-
     Raises:
-        StageError: it is no pair of both.
+        StageError: the module returned no pair of both.
     """
     if not isinstance(result, tuple) or len(result) != 2:
         seen = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__qualname__
@@ -35,14 +31,9 @@ def taken_apart(result: Any, place: str) -> tuple[Any, Any]:
 
 @contextmanager
 def left_as_it_is(output: Any, place: str) -> Iterator[None]:
-    """Raise if a stage's loss, which is made inside, changes the output for the next stage.
+    """Raise a StageError if a stage's loss, which is made inside, changes the output for the next stage in place.
 
-    Args:
-        output: without its graph; a prediction may share its memory.
-        place: the stage and microbatch, for messages.
-
-    Raises:
-        StageError: it was changed in place.
+    A prediction may share its memory.
     """
     before = [(tensor, version_of(tensor)) for tensor in tensors_in(output) if not tensor.is_inference()]
     yield

@@ -106,13 +106,7 @@ class LossScale:
 
     @contextmanager
     def noticing(self, parameters: Sequence[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]], place: str) -> Iterator[None]:
-        """Raise a StageError if the code inside adds to a parameter's gradient without having asked for the factor.
-
-        Args:
-            parameters: whose gradients are watched.
-            named: the same with their names, for the message.
-            place: the stage and microbatch, for the message.
-        """
+        """Raise a StageError if the code inside adds to a parameter's gradient without having asked for the factor."""
         self.was_asked, before = False, list(map(_state, parameters))
         yield
         if self.was_asked or self.value == 1:
@@ -129,12 +123,7 @@ class LossScale:
             )
 
     def watch(self, edges: Iterable[GradientEdge], place: str) -> None:
-        """Let the backward of a graph raise a StageError where a Function brings in a gradient of 1 that nobody has scaled.
-
-        Args:
-            edges: where the backward begins.
-            place: the stage and microbatch, for the message.
-        """
+        """Let the backward of a graph raise a StageError where a Function brings in a gradient of 1 that nobody has scaled."""
         if not self.was_asked and self.value not in (None, 1):
             for node in nodes_behind(edges):
                 if isinstance(node, BackwardCFunction) and function_of(node).__module__.partition(".")[0] not in OWN_PACKAGES:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 import torch
-from torch import nn
 
 from bpipe.memory.saved.storages import owners, shared_among, storages_of
 from bpipe.model.stage import ModuleSnapshot
@@ -26,17 +25,15 @@ class NewGradients:
     """The parameters of a rank's stages that have no gradient yet."""
 
     def __init__(self, stages: Mapping[int, ModuleSnapshot]) -> None:
-        self._without: dict[int, list[nn.Parameter]] = {}
-        for index, parts in stages.items():
-            self._without[index] = [p for p in parts.parameters if p.requires_grad and p.grad is None]
+        self._without = {
+            index: [p for p in parts.parameters if p.requires_grad and p.grad is None] for index, parts in stages.items()
+        }
 
     def separate(self, stage: int) -> None:
         """Separate the gradients that a backward of a stage has created, so that no two share memory."""
-        without = self._without[stage]
-        if not without:
-            return
-        apart([parameter for parameter in without if parameter.grad is not None])
-        self._without[stage] = [parameter for parameter in without if parameter.grad is None]
+        if without := self._without[stage]:
+            apart([parameter for parameter in without if parameter.grad is not None])
+            self._without[stage] = [parameter for parameter in without if parameter.grad is None]
 
 
 def apart(parameters: Sequence[torch.Tensor]) -> None:
@@ -86,8 +83,9 @@ def owned(
     counts = Counter([address_of(storage) for one in ours.values() for storage in storages_of(one)])
     for key in others:
         counts[key] = 0
-    return [one if one is None or not _is_shared(one, counts) else one.clone() for one in gradients]
 
 
-def _is_shared(tensor: torch.Tensor, ours: Mapping[int, int]) -> bool:
-    return any(owners(storage) > ours[address_of(storage)] for storage in storages_of(tensor))
+    def is_shared(tensor: torch.Tensor) -> bool:
+        return any(owners(storage) > counts[address_of(storage)] for storage in storages_of(tensor))
+
+    return [one.clone() if one is not None and is_shared(one) else one for one in gradients]

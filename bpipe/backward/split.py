@@ -43,13 +43,10 @@ Trunk = dict[Node, list[Node]]  # each trunk node's successors outside the trunk
 class _Branch:
     """The paths from a node of the trunk to some leaves; they leave it at `starts`, the first nodes outside."""
 
-    def __init__(self, node: Node, starts: Sequence[Node]) -> None:
-        self.nodes = [node]
-        self.starts = starts
-        self.leaves: list[GradientEdge] = []
-        self.is_early = isinstance(node, BackwardCFunction) or _is_recomputed(node)
-        self.gradients: list[torch.Tensor | None] = []
-        self._versions: list[int] = []
+    def __init__(self, starts: Sequence[Node], node: Node | None = None, gradients: Gradients = ()) -> None:
+        self.nodes, self.starts, self.leaves = [] if node is None else [node], starts, list[GradientEdge]()
+        self.is_early = node is not None and (isinstance(node, BackwardCFunction) or _is_recomputed(node))
+        self.gradients, self._versions = list(gradients), list[int]()
 
     def watch(self) -> None:
         """Remember the gradients that reach the node; if it has a hook on all its results, mark it to be computed early instead."""
@@ -92,11 +89,8 @@ class _Outside(_Branch):
     """The paths to leaves from outputs that do not depend on the inputs."""
 
     def __init__(self, edges: Sequence[GradientEdge], gradients: Gradients) -> None:
-        self.nodes = []
-        self.starts = [edge.node for edge in edges]
-        self.leaves = []
-        self.is_early = False
-        self._edges, self.gradients = edges, list(gradients)
+        super().__init__([edge.node for edge in edges], None, gradients)
+        self._edges = edges
 
     def watch(self) -> None:
         """Do nothing, because the gradients are there already."""
@@ -237,7 +231,7 @@ def _has_common_hook(leaf: torch.Tensor) -> bool:
 
 def _branches(next_of: Graph, trunk: Trunk, edges: Sequence[GradientEdge], gradients: Gradients) -> list[_Branch]:
     """Find the branches, those nearest to the outputs first, and their leaves."""
-    branches = [_Branch(node, beside) for node, beside in reversed(trunk.items()) if beside]
+    branches = [_Branch(beside, node) for node, beside in reversed(trunk.items()) if beside]
     outside = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if edge.node not in trunk]
     if outside:
         branches.append(_Outside(*zip(*outside)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from threading import Lock, get_ident
 from typing import Any
 
@@ -50,7 +51,7 @@ class UserHooks:
             check_splits_backwards()
         self.unheard: dict[int, frozenset[int]] = {}
         for index, parts in divided.items():
-            found = _on(parts.parameters)
+            found = frozenset(chain.from_iterable(hooks for one in parts.parameters for hooks in hooks_on(one)))  # their ids
             if silent[index] != found if index in silent else found or _are_on_nodes(parts.parameters):
                 self.unheard[index] = found
             else:
@@ -119,15 +120,6 @@ def _are_on_nodes(parameters: Iterable[nn.Parameter]) -> bool:
     """Return whether there are hooks on the nodes that add up the gradients of some parameters."""
     found = [get_gradient_edge(one).node for one in parameters if one.requires_grad and not is_lazy(one)]
     return any(_are_others(register) for node in found for register in (node.register_hook, node.register_prehook))
-
-
-def _on(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
-    """Return the ids of the hooks on some parameters."""
-    found: list[int] = []
-    for parameter in parameters:
-        for hooks in hooks_on(parameter):
-            found += hooks
-    return frozenset(found)
 
 
 def _are_others(register: Callable[..., RemovableHandle]) -> bool:

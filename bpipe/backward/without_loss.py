@@ -25,6 +25,23 @@ def check_loss(loss_fn: object, what: str, **given: object) -> None:
         )
 
 
+def checked_loss(loss: Any, place: str, *, trains: bool) -> torch.Tensor:
+    """Return the loss of a microbatch or tick.
+
+    Raises:
+        StageError: `loss_fn` returned something else than a number, or one that needs no gradient although it trains.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        seen = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__qualname__
+        raise StageError(f"loss_fn returned {seen} for {place}: return one number, such as loss.mean()")
+    if trains and not loss.requires_grad:
+        raise StageError(
+            f"the loss of {place} needs no gradient, so nothing would be trained: return a loss that depends on the output, and "
+            "keep at least one parameter trainable"
+        )
+    return loss
+
+
 def cut_off(place: str) -> StageError:
     """Return the error about a stage whose outputs bring no gradient to earlier stages that want one."""
     return StageError(

@@ -34,7 +34,7 @@ from bpipe.memory.recent import Recent
 from bpipe.passes.fit import Budgets
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
-from bpipe.session.filler import Both
+from bpipe.session.filler import both
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
@@ -174,7 +174,7 @@ class ChosenPlans(MeasuredPlans):
         self._key = True, tuple(record.form for record in records)
         self._tracks.use(self._key, Track(self._prior.copy()))
         plan = super().plan_of(inputs, records, gather, is_training=is_training)
-        shapes, track = self._shapes.latest(), self._tracks[self._key]
+        shapes, track = self._latest, self._tracks[self._key]
         if shapes.measured is None:
             track.timed = self._timed = self._listen(plan)
             return plan
@@ -225,9 +225,7 @@ class ChosenPlans(MeasuredPlans):
 
     def observer_of(self, inputs: PreparedCall, plan: Plan, observer: Observer | None) -> Observer | None:
         inner = super().observer_of(inputs, plan, observer)
-        if self._timed is None or not plan.has_backward:
-            return inner
-        return self._timed.recorder if inner is None else Both(self._timed.recorder, inner)
+        return inner if self._timed is None or not plan.has_backward else both(self._timed.recorder, inner)
 
     def counted(self, run: Run, stats: Mapping[str, float]) -> None:
         super().counted(run, stats)

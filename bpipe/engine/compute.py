@@ -21,6 +21,7 @@ from bpipe.backward.local_results import left_as_it_is, taken_apart
 from bpipe.backward.loss_scale import LossScale
 from bpipe.backward.new_gradients import NewGradients, owned
 from bpipe.backward.user_hooks import UserHooks
+from bpipe.backward.without_loss import checked_loss
 from bpipe.comm.wire.message import MessageSpec, TensorMeta, all_dense, dense, flatten_message, meta_of, metas_of, unflatten_message
 from bpipe.comm.wire.note import may_need_later
 from bpipe.engine.evictions import Evictions
@@ -33,6 +34,7 @@ from bpipe.memory.saved.spans import Span
 from bpipe.memory.saved.stash import Stash
 from bpipe.memory.saved.storages import keys_of, storages_of
 from bpipe.model import microbatch as mb
+from bpipe.model.call import Loss
 from bpipe.model.examples import compare_examples
 from bpipe.model.stage import ModuleSnapshot, PipelineStage, find_mesh, in_context
 from bpipe.parallel.ddp import equalise_buffers
@@ -75,7 +77,7 @@ class StepInputs:
     kwargs: Sequence[dict[str, Any]]
     targets: Sequence[Any] | None
     descriptions: Sequence[str]
-    loss_fn: Callable[..., torch.Tensor] | None
+    loss_fn: Loss
     loss_parameters: Sequence[tuple[str, torch.Tensor]]
     loss_kwargs: Mapping[str, Any]
     loss_scales: Sequence[float]
@@ -434,17 +436,7 @@ class Compute:
             loss = self._called_loss(output, microbatch)
         if self._has_backward and self._step_inputs.loss_check is not None and self.lengths:
             self._check_loss(output, microbatch, self._step_inputs.loss_check)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            seen = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__qualname__
-            raise StageError(
-                f"loss_fn returned {seen} for {self._microbatches.named(microbatch)}: return one number, such as loss.mean()"
-            )
-        if self._has_backward and not loss.requires_grad:
-            raise StageError(
-                f"the loss of {self._microbatches.named(microbatch)} needs no gradient, so the step would train nothing: "
-                "return a loss that depends on the output, and keep at least one parameter trainable"
-            )
-        return loss
+        return checked_loss(loss, self._microbatches.named(microbatch), trains=self._has_backward)
 
     def _called_loss(self, output: Any, microbatch: int) -> Any:
         """Return what the user's loss function returns."""

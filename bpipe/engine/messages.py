@@ -84,7 +84,7 @@ class Messages:
         if state.unsent_versions is not None:
             for tensor, version in state.unsent_versions:
                 if version_of(tensor) != version:
-                    raise _modified(state, tensor)
+                    raise modified(state.place, tensor)
             state.unsent_versions = None
         boundary, subject = self._boundary(action), Subject(self._traffic.step, action.stage, action.microbatch)
         data = note = None
@@ -161,7 +161,7 @@ class Messages:
         self._traffic.wait(state, action)
         for tensor, version in state.sent_versions.pop(START_OF[action.op]):
             if version_of(tensor) != version:
-                raise _modified(state, tensor)
+                raise modified(state.place, tensor)
 
     def receive(self, action: Action, state: MicrobatchState) -> None:
         if self._is_learning and self._traffic.transport.waits_on_device:
@@ -254,10 +254,11 @@ def _taken(state: MicrobatchState, op: Op) -> Message:
     return message
 
 
-def _modified(state: MicrobatchState, tensor: torch.Tensor) -> StageError:
+def modified(place: str, tensor: torch.Tensor) -> StageError:
+    """Return the error about a tensor that was changed in place while it was sent."""
     return StageError(
-        f"{state.place}: an output of shape {list(tensor.shape)} was modified "
-        "in place while it was being sent. Return a clone of a tensor that the stage modifies later."
+        f"{place}: a tensor of shape {list(tensor.shape)} was modified in place while it was being sent. Return a clone of a "
+        "buffer, parameter or other tensor that the stage or its optimizer changes later."
     )
 
 

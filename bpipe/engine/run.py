@@ -227,9 +227,11 @@ _METHODS: dict[Op, Callable[[Run, Action, MicrobatchState], None]] = {
     Op.I: lambda run, action, state: run._backward(action, lambda: run.compute.backward_input(action, state, run.evictions)),
     Op.W: lambda run, action, state: run._backward(action, lambda: run.compute.backward_weight(action, state, run.evictions)),
     Op.R: lambda run, action, state: run.compute.recompute(action, state, run.evictions),
-    Op.UNSHARD: lambda run, action, state: run.sharding.unshard(action),
-    Op.RESHARD: lambda run, action, state: run.sharding.reshard(action),
-    Op.REDUCE_GRAD: lambda run, action, state: (run.sharding.reduce if action.peer is None else run.twins.start)(action),
+    Op.UNSHARD: lambda run, action, state: run.sharding.stages[action.stage].unshard(),
+    Op.RESHARD: lambda run, action, state: run.sharding.stages[action.stage].reshard(),
+    Op.REDUCE_GRAD: lambda run, action, state: (
+        run.sharding.stages[action.stage].reduce() if action.peer is None else run.twins.start(action)
+    ),
     Op.WAIT_REDUCE_GRAD: lambda run, action, state: run.twins.complete(action),
     Op.SEND_F: lambda run, action, state: run._messages.send(action, state),
     Op.SEND_B: lambda run, action, state: run._messages.send(action, state),

@@ -16,11 +16,7 @@ __all__: list[str] = []
 
 
 class Counted(DispatchMode):
-    """A mode that counts the storages on a device that operations make, for as long as they live.
-
-    Args:
-        device: whose.
-    """
+    """A mode that counts the storages on a device that operations make, for as long as they live."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,13 +39,13 @@ class Counted(DispatchMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        given = {address_of(one.untyped_storage()) for one in _tensors((args, kwargs))}
-        storages = [one.untyped_storage() for one in _tensors(made) if one.device == self._device]
+        given = {address_of(one.untyped_storage()) for one in strided_in((args, kwargs))}
+        storages = [one.untyped_storage() for one in strided_in(made) if one.device == self._device]
         self._made.note(storage for storage in storages if address_of(storage) not in given)
         if self._made.most_bytes > self.peak_bytes:  # else it cannot be a new peak, whatever is gone
             self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return made
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def strided_in(tree: Any) -> list[torch.Tensor]:
     return [one for one in tensors_in(tree) if one.layout is torch.strided]

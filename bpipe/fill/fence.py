@@ -55,9 +55,6 @@ class _Thread(threading.Thread):
 class Fence:
     """A thread for a job's code, with the state of the thread that makes it, and the job's own state of the process.
 
-    Args:
-        device: the rank's.
-
     Attributes:
         own: the job's own state of the process.
         left_on: what the latest piece has left on, a mode or a level, which was switched off; empty if nothing.
@@ -195,8 +192,7 @@ def _let_go(error: BaseException | None) -> None:
 def _leave_modes(level: int) -> str:
     """Switch off what a piece has on and torch notes for the process, too; return what the job has left on, if anything.
 
-    Args:
-        level: that of forward derivatives before the piece.
+    Derivatives go forward on as many levels as before the piece.
     """
     modes, left = dispatch_modes(), "a level of forward derivatives" if derivative_level() > level else ""
     for mode in reversed(modes):

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from bpipe.errors import ConfigurationError
-from bpipe.fill.counted import Counted
+from bpipe.fill.counted import Counted, strided_in
 from bpipe.fill.iterated import Pieces
 from bpipe.fill.job import Job, OnError
 from bpipe.fill.own_state import OwnState
-from bpipe.model.microbatch import tensors_in
 from bpipe.torch_private.owners_and_versions import address_of
 
 __all__ = ["Inference"]
@@ -124,7 +123,7 @@ def _run(layers: Sequence[nn.Module], batches: Iterable[Any], on_output: Callabl
 
 def _bytes_of_batch(batch: Any, made: Counted, device: torch.device) -> int:
     """Return the bytes that were made for a batch, and of tensors that were there before, such as a data set, those of its part."""
-    tensors = [one for one in tensors_in(batch) if one.layout is torch.strided]
+    tensors = strided_in(batch)
     new = [one for one in tensors if made.has_counted(one)]
     there = [one for one in tensors if one.device == device and not made.has_counted(one)]
     return _bytes_of(new, device) + sum(min(one.nbytes, one.untyped_storage().nbytes()) for one in there)

@@ -39,21 +39,13 @@ NUMBERS = ("fill_offered_s", "fill_used_s", "fill_overrun_s", "fill_pieces", "fi
 
 @dataclass(slots=True)
 class _Wait:
-    """A wait under way.
+    """A wait under way."""
 
-    Args:
-        plan: of which it is a part; None between steps.
-        place: where it is in the plan.
-        since: when it began.
-        missing_s: seconds after which what is waited for had not come yet.
-        has_come: whether it was seen to have come.
-    """
-
-    plan: Plan | None
-    place: Hashable
-    since: float
-    missing_s: float = 0.0
-    has_come: bool = False
+    plan: Plan | None  # of which it is a part; None between steps
+    place: Hashable  # in the plan
+    since: float  # when it began
+    missing_s: float = 0.0  # after which what is waited for had not come yet
+    has_come: bool = False  # whether it was seen to have come
 
     def seconds(self) -> float:
         return time.perf_counter() - self.since
@@ -130,8 +122,10 @@ class JobFiller(Filler):
     def after(self, run: Run, action: Action) -> None:
         if action.op in FILLED:
             self._end()
-        elif action.op in ON_STAGE and self._is_last(run, action) and not run.sharding.is_needed:
-            self._tell_done(action.stage)
+        elif action.op in ON_STAGE and run.plan.has_backward and not run.sharding.is_needed:
+            is_last = self._last_use[1][action.stage] == self._place(run)
+            if is_last:
+                self._tell_done(action.stage)
 
     def finished(self, run: Run, stats: Mapping[str, float]) -> None:
         static = int(stats["static_bytes"] + stats["remote_buffer_bytes"]) + run.twins.held_bytes
@@ -155,9 +149,6 @@ class JobFiller(Filler):
 
     def _place(self, run: Run) -> int:
         return self._context.transport.control.activity.position if run.position is None else run.position
-
-    def _is_last(self, run: Run, action: Action) -> bool:
-        return run.plan.has_backward and self._last_use[1][action.stage] == self._place(run)
 
     def _tell_done(self, stage: int) -> None:
         self._told.add(stage)

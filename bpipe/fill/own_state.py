@@ -29,9 +29,6 @@ class OwnState:
     What a job changes holds in its later pieces, and for nobody else: a generator may yield within `sdpa_kernel`, say. Its random
     numbers begin as those of training are when the job is set, and go their own way. What it has not changed, it shares.
 
-    Args:
-        device: the rank's.
-
     Attributes:
         left: what the latest piece has left behind that cannot be set back.
     """

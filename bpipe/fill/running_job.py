@@ -37,17 +37,12 @@ class Piece(NamedTuple):
 class RunningJob:
     """A job from when the rank gets it until it gets another one. All of the job's code runs in a thread of the job.
 
-    Args:
-        job: what to run; None from when it was stopped.
-        settings: its settings.
-        context: the rank's.
-
     Raises:
         FillError: no thread can start.
     """
 
     def __init__(self, job: Any, settings: Settings, context: RankContext) -> None:
-        self.job: Any = job
+        self.job: Any = job  # None from when it was stopped
         self.settings, self._context, self._device = settings, context, context.transport.device
         self._counted, self._fence = Counted(self._device), fence_of(job, self._device)
         self._around_s = math.inf  # what changing over to the job and back takes besides a piece, at least

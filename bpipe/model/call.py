@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,9 @@ from bpipe.model.specs import check_specs
 
 __all__: list[str] = []
 
+Loss = Callable[..., torch.Tensor] | None  # called as `loss_fn(output, target, **loss_kwargs)`; None: nothing is trained
+ArgsSpec = tuple[Any, ...] | None  # of how positional arguments are cut, one for each
+KwargsSpec = dict[str, Any] | None
 
 class Call(NamedTuple):
     """The arguments that a user gave to `step` or `eval`."""
@@ -40,9 +43,9 @@ def call_of(*args: Any, **kwargs: Any) -> Call:
 class Specs(NamedTuple):
     """The dimensions along which tensors are cut and merged; None: dimension 0."""
 
-    args: Any
-    kwargs: Any
-    output: Any
+    args: Any = None
+    kwargs: Any = None
+    output: Any = None
     target: Any = None
 
     @classmethod

@@ -36,10 +36,6 @@ class Half(IntEnum):
     def other(self) -> Half:
         return Half(1 - self)
 
-    @property
-    def text(self) -> str:
-        return self.name.lower()
-
 
 class Turns:
     """The turns of a forward and a backward. The forward begins; each half has random numbers of torch's own meanwhile.
@@ -133,7 +129,8 @@ class Turns:
 
     def _check(self, half: Half) -> None:
         if self.error is not None:
-            raise StageError(f"this {half.text} was stopped, because the {half.other.text} beside it has failed") from self.error
+            this, other = half.name.lower(), half.other.name.lower()
+            raise StageError(f"this {this} was stopped, because the {other} beside it has failed") from self.error
 
     def _end_turn(self, half: Half) -> None:
         """Note what a half has drawn in its turn; both may not draw from the same source, which one after the other would share."""

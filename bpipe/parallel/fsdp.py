@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import nn
 
 from bpipe.backward.new_gradients import apart
@@ -58,14 +57,14 @@ class Sharding:
         units = {index: units_in(parts.modules) for index, parts in stages.items()}
         planned = {action.stage for action in lane if action.op in SHARDING and action.peer is None}
         self._last = last_of(lane, BACKWARDS) if any(units.values()) else {}
-        self._stages = {
+        self.stages = {
             index: _ShardedStage(found, is_planned=index in planned)
             for index, found in units.items()
             if index in planned or (found and index in self._last)
         }
         self._without_backward = [] if self._last else [unit for found in units.values() for unit in found]
         self._replicated = Replicated(stages, lane)
-        self.is_needed = bool(self._stages or self._replicated.stages)
+        self.is_needed = bool(self.stages or self._replicated.stages)
         self.undivided = set(self._replicated.stages)  # their backwards run as a whole; FSDP's are known when it is in charge
 
     @contextmanager
@@ -74,29 +73,20 @@ class Sharding:
         with keeping(ExitStack()) as stack:
             stack.enter_context(_freed(self._without_backward))
             stack.enter_context(self._replicated.silent())
-            for index, stage in self._stages.items():
+            for index, stage in self.stages.items():
                 stack.enter_context(stage.passive())
                 if stage.frees_after_backward:
                     self.undivided.add(index)
             yield
 
-    def unshard(self, action: Action) -> None:
-        self._stages[action.stage].unshard()
-
-    def reshard(self, action: Action) -> None:
-        self._stages[action.stage].reshard()
-
-    def reduce(self, action: Action) -> None:
-        self._stages[action.stage].reduce()
-
     def around(self, action: Action) -> AbstractContextManager[None]:
         """Wrap a backward (or I, or W), and update the gradients of its stage when it ends."""
-        is_parallel = action.stage in self._stages or action.stage in self._replicated.stages
+        is_parallel = action.stage in self.stages or action.stage in self._replicated.stages
         return self._around(action) if is_parallel else nullcontext()
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
-        stage = self._stages.get(action.stage)
+        stage = self.stages.get(action.stage)
         if stage is not None:
             stage.pass_over()
         with self._replicated.around(action):
@@ -134,7 +124,9 @@ class _ShardedStage:
         self._reducing = [(group, name, getattr(group, name)) for group in groups for name in REDUCING]
         if not self.is_planned:
             self._reducing += [(group, "reshard_after_backward", group.reshard_after_backward) for group in kept]
-        with changed([*self._passive(groups), *((group, name, value) for group in kept for name, value in KEEPING.items())]):
+        passive: list[Setting] = [(group, name, False) for group in groups for name in REDUCING]
+        passive += [(shared_by(root), "is_last_backward", False) for root in self._roots if self.is_planned]
+        with changed([*passive, *((group, name, value) for group in kept for name, value in KEEPING.items())]):
             try:
                 yield
             except BaseException as error:
@@ -161,11 +153,6 @@ class _ShardedStage:
         with changed([*((group, "reshard_after_backward", True) for group in groups), *ending]):
             self.collect()
 
-    def _passive(self, groups: Iterable[Any]) -> Iterator[Setting]:
-        yield from ((group, name, False) for group in groups for name in REDUCING)
-        if self.is_planned:
-            yield from ((shared_by(root), "is_last_backward", False) for root in self._roots)
-
     def order_gatherings(self) -> None:
         """Make FSDP's next copy of weights for an all-gather wait for its last all-gather, whose memory it may be given.
 
@@ -180,7 +167,7 @@ class _ShardedStage:
         """Separate the unsharded gradients of a backward, so that no two share memory, as `NewGradients` does with all others."""
         wholes = [whole for parameter in self._without if (whole := gathered(parameter)) is not None]
         apart([whole for whole in wholes if whole.grad is not None])
-        self._without = [parameter for parameter in self._without if _unsharded_gradient(parameter) is None]
+        self._without = [one for one in self._without if (whole := gathered(one)) is None or whole.grad is None]
 
     def unshard(self) -> None:
         """Start to gather the weights; each module waits for its own before it computes."""
@@ -212,7 +199,8 @@ class _ShardedStage:
 
         FSDP looks for their gradients even if it does not reduce, but there is no place for them yet.
         """
-        self._never_gathered = [group for group in self._never_gathered if not _was_gathered(group)]
+        groups = self._never_gathered
+        self._never_gathered = [group for group in groups if any(gathered(one) is None for one in group.fsdp_params)]
         for group in self._never_gathered:
             pass_over(group)
 
@@ -235,16 +223,6 @@ def _freed(units: Sequence[Any]) -> Iterator[None]:
 def communicates(unit: Any) -> bool:
     """Return whether a module under FSDP2 shares its weights with another rank: in a mesh of one rank it waits for nobody."""
     return any(group.mesh_info.mesh.size() > 1 for group in groups_of(unit))
-
-
-def _was_gathered(group: Any) -> bool:
-    return all(gathered(parameter) is not None for parameter in group.fsdp_params)
-
-
-def _unsharded_gradient(parameter: Any) -> torch.Tensor | None:
-    """Return the gradient that adds up before it is reduced, if any; `parameter` is FSDP's, and may not be gathered yet."""
-    whole = gathered(parameter)
-    return None if whole is None else whole.grad
 
 
 def units_in(modules: Iterable[nn.Module]) -> list[Any]:

@@ -96,7 +96,11 @@ def place(mesh: Any, *, rule: str = "1f1b", stages_per_rank: int | None = None, 
     nodes = [rank // (ranks_per_node or ranks_on_this_node() or max(ranks) + 1) for rank in ranks]
     order = _pairs_together(nodes)
     if order is None and here == 0:
-        _warn(ranks, nodes)
+        LOG.warning(
+            "rank %s: processes %s of a pipeline lie on nodes %s, where pairs of ranks x and p-1-x cannot share a node, so that "
+            "evictions cross nodes. To avoid this, put an even number of consecutive ranks of the pipeline on each node.",
+            *(ranks[0], ranks, nodes),
+        )
     index = here if order is None else order[here]
     found = rule_named(rule)
     per_rank = found.default_stages_per_rank if stages_per_rank is None else stages_per_rank
@@ -114,13 +118,3 @@ def _pairs_together(nodes: Sequence[int]) -> list[int] | None:
         return None
     (per_node,) = counts
     return pair_adjacent(num_ranks, per_node) if per_node == num_ranks or per_node % 2 == 0 else None
-
-
-def _warn(ranks: Sequence[int], nodes: Sequence[int]) -> None:
-    LOG.warning(
-        "rank %s: processes %s of a pipeline lie on nodes %s, where pairs of ranks x and p-1-x cannot share a node, so evictions "
-        "cross nodes. To avoid this, put an even number of consecutive ranks of the pipeline on each node.",
-        ranks[0],
-        ranks,
-        nodes,
-    )

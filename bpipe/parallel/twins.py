@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -20,13 +20,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bpipe.comm.transport.base import Transfer
-from bpipe.comm.wire.dtensor import is_dtensor
+from bpipe.comm.wire.dtensor import local
 from bpipe.engine.traffic import Traffic
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.model.stage import ModuleSnapshot
 from bpipe.parallel.fsdp import trained
 from bpipe.plan.plan import Plan
-from bpipe.recomputation.checksums import sum_of_bits
+from bpipe.recomputation.checksums import own_checksum
 from bpipe.schedules import Action, Channel, Purpose
 from bpipe.torch_private.modules import OF_ALL, SEES_HOOKS, hooks_of
 from bpipe.torch_private.owners_and_versions import hooks_on
@@ -41,7 +41,6 @@ def weights_of(parts: Mapping[int, ModuleSnapshot], depth: int, *, with_values: 
     """Return a checksum for each stage, in ascending order, by which twins compare what they exchange.
 
     Args:
-        parts: a snapshot of each stage's modules and parameters.
         depth: the number of stages in a direction.
         with_values: whether to count the weights' bits, for which the host waits, or only what they look like, and which stages
             of the rank share them.
@@ -66,7 +65,7 @@ def _checksum(stage: int, parameters: Sequence[nn.Parameter], sharing: Mapping[i
                 "into both, before the first step"
             )
         looks = f"{parameter.requires_grad} {parameter.dtype} {list(parameter.shape)} {sorted(sharing[id(parameter)])}"
-        values = int(sum_of_bits(_local(parameter.detach()))) if with_values else 0
+        values = own_checksum(parameter) if with_values else 0
         total = (31 * (total + values) + crc32(looks.encode())) % 2**61
     return total
 
@@ -93,7 +92,10 @@ def _kinds(modules: Iterable[nn.Module]) -> Iterator[tuple[object, object]]:
         sure, likely = _kind(module)
         own = {} if type(module).__module__.startswith(WRAPPERS) else vars(module)
         holders = {name: one for name, one in own.items() if name not in OF_ALL and _holds_settings(one)}
-        sums |= {id(one): _sum(_settings_of(one)) for one in holders.values() if id(one) not in sums}
+        for one in holders.values():
+            if id(one) not in sums:
+                settings = (one if isinstance(one, dict) else vars(one)).items()
+                sums[id(one)] = _sum({name: value for name, value in settings if _is_plain(name) and _is_plain(value)})
         yield sure, (likely, {name: sums[id(one)] for name, one in holders.items()})
 
 
@@ -101,11 +103,6 @@ def _holds_settings(value: object) -> bool:
     """Return whether a value is a dict, or an object of a class of the user's."""
     is_users = hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in ("torch", "bpipe")
     return isinstance(value, dict) or (is_users and not callable(value))
-
-
-def _settings_of(value: Any) -> dict[object, object]:
-    settings = value if isinstance(value, dict) else vars(value)
-    return {name: one for name, one in settings.items() if _is_plain(name) and _is_plain(one)}
 
 
 def _kind(module: nn.Module) -> tuple[object, object]:
@@ -139,25 +136,11 @@ def _is_plain(value: object) -> bool:
 def held_by(parts: Mapping[int, ModuleSnapshot]) -> int:
     """Return the bytes of the gradients of earlier steps, which a step sets aside."""
     parameters = {id(p): p for one in parts.values() for p in trained(one.modules, one.parameters) if p.requires_grad}
-    return sum(_local(p.grad).nbytes for p in parameters.values() if p.grad is not None)
-
-
-class _Exchange(NamedTuple):
-    """An exchange under way."""
-
-    sent: list[torch.Tensor]
-    received: list[torch.Tensor]
-    transfers: Sequence[Transfer]
+    return sum(local(p.grad).nbytes for p in parameters.values() if p.grad is not None)
 
 
 class Twins:
-    """The exchanges of one rank during one step.
-
-    Args:
-        plan: names the exchanges; `rank` is this rank's place in it.
-        parts: a snapshot of the modules and parameters of this rank's stages.
-        traffic: carries them.
-    """
+    """The exchanges of one rank of a plan during one step."""
 
     def __init__(self, plan: Plan, rank: int, parts: Mapping[int, ModuleSnapshot], traffic: Traffic) -> None:
         self._traffic = traffic
@@ -170,7 +153,7 @@ class Twins:
         self.exchanged_bytes: dict[int, int] = {}  # by stage: the copies that an exchange makes
         self._before: dict[int, torch.Tensor] = {}  # by parameter: its gradient from earlier steps
         self.held_bytes = 0  # of those gradients, which stay beside the ones of this step
-        self._under_way: dict[int, _Exchange] = {}
+        self._under_way: dict[int, tuple[list[torch.Tensor], list[torch.Tensor], list[Transfer]]] = {}  # sent and received
         self._depth = plan.depth
 
     @contextmanager
@@ -180,19 +163,16 @@ class Twins:
         What an exchange still sends or receives stays in `_under_way`: a device may not have come to it.
         """
         everything = [parameter for parameters in self._parameters.values() for parameter in parameters]
-        self._set_aside(everything)
+        for parameter in everything:
+            if parameter.grad is not None:
+                self._before[id(parameter)], parameter.grad = parameter.grad, None
+        self.held_bytes = sum(local(gradient).nbytes for gradient in self._before.values())
         try:
             yield
         except BaseException:
             for parameter in everything:
                 parameter.grad = self._before.pop(id(parameter), parameter.grad)
             raise
-
-    def _set_aside(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self._before[id(parameter)], parameter.grad = parameter.grad, None
-        self.held_bytes = sum(_local(gradient).nbytes for gradient in self._before.values())
 
     @torch.no_grad()
     def _give_back(self, parameter: nn.Parameter) -> None:
@@ -210,7 +190,7 @@ class Twins:
         parameters, rank, transport = self._parameters[action.stage], self._traffic.rank, self._traffic.transport
         has = [parameter.grad is not None for parameter in parameters]
         flags = torch.tensor([True, *has], dtype=torch.uint8, device=transport.device)  # never empty
-        sent = [flags, *(_gradient(parameter, action.stage) for parameter in parameters)]
+        sent = [flags, *(dense_gradient(parameter, f"stage {action.stage}") for parameter in parameters)]
         received = [torch.empty_like(tensor) for tensor in sent]
         send = partial(transport.send, Channel(Purpose.TWIN, rank, action.peer), sent)
         receive = partial(transport.receive, Channel(Purpose.TWIN, action.peer, rank), received)
@@ -218,9 +198,9 @@ class Twins:
         transfers = [post() for post in ((send, receive) if rank < action.peer else (receive, send))]
         # Zeros take the place of gradients that are still to come, and are counted among the static bytes.
         made = zip(sent[1:], has, parameters)
-        copies = [copy for copy, is_there, parameter in made if is_there and copy is not _local(parameter.grad)]
+        copies = [copy for copy, is_there, parameter in made if is_there and not local(parameter.grad).is_contiguous()]
         self.exchanged_bytes[action.stage] = sum(one.nbytes for one in (*received, flags, *copies))
-        self._under_way[action.stage] = _Exchange(sent, received, transfers)
+        self._under_way[action.stage] = sent, received, transfers
 
     @torch.no_grad()
     def complete(self, action: Action) -> None:
@@ -235,28 +215,25 @@ class Twins:
             if parameter.grad is None and twin_has:
                 parameter.grad = torch.zeros_like(parameter, dtype=made.dtype)
             if parameter.grad is not None:
-                torch.add(made, gradient, out=_local(parameter.grad))  # zeros are added, too: a sum has no negative zero then
+                torch.add(made, gradient, out=local(parameter.grad))  # zeros are added, too: a sum has no negative zero then
             self._give_back(parameter)
             setattr(parameter, COPY, action.stage >= self._depth)
         del self._under_way[action.stage]
 
 
-def _gradient(parameter: nn.Parameter, stage: int) -> torch.Tensor:
-    """Return what a parameter's gradient sends: zeros if it has none."""
+def dense_gradient(parameter: nn.Parameter, place: str) -> torch.Tensor:
+    """Return what is sent of a parameter's gradient: zeros if it has none.
+
+    Raises:
+        StageError: it is sparse.
+    """
     gradient = parameter.grad
     if gradient is None:
         dtype = getattr(parameter, "grad_dtype", None)
-        return torch.zeros_like(_local(parameter), dtype=dtype, memory_format=torch.contiguous_format)
+        return torch.zeros_like(local(parameter), dtype=dtype, memory_format=torch.contiguous_format)
     if gradient.layout is not torch.strided:
         raise StageError(
-            f"stage {stage}: a gradient of shape {list(gradient.shape)} is sparse, and twins exchange dense ones: use "
+            f"{place}: a gradient of shape {list(gradient.shape)} is sparse, and ranks exchange dense ones: use "
             "nn.Embedding(sparse=False)"
         )
-    return _local(gradient).contiguous()
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, or the tensor itself."""
-    with torch.no_grad():  # otherwise it would be a view of the shard, with a graph
-        shard: torch.Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return shard
+    return local(gradient).contiguous()

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
+from bpipe.comm.wire.dtensor import local
 from bpipe.comm.wire.message import PLAIN
 from bpipe.memory.saved.storages import as_bytes
 from bpipe.model.pytree import inside
@@ -77,6 +78,11 @@ def sum_of_bits(tensor: torch.Tensor) -> Sum:
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     flat = flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat
     return _number(_sum(flat.view(torch.uint8)))
+
+
+def own_checksum(tensor: torch.Tensor) -> int:
+    """Compute a number from the bits of this process's part of a tensor: equal for equal bits."""
+    return int(sum_of_bits(local(tensor)))
 
 
 def sum_of_memory(tensor: torch.Tensor) -> Sum:

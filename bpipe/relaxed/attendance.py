@@ -30,8 +30,6 @@ class Attendance:
     Args:
         store: a store of torch.distributed in a process that outlives the ranks; its keys begin with `bpipe/routes`.
         seat: the place of this process: the stage of the plan, r*S + s.
-        depth: S, for messages.
-        num_seats: S*d.
         timeout_s: how long to wait for those who are expected.
 
     Attributes:

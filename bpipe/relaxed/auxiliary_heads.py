@@ -12,8 +12,6 @@ from bpipe.errors import ConfigurationError
 
 __all__ = ["local_heads"]
 
-KINDS = "(N, C) of an MLP, (N, T, C) of a transformer and (N, C, H, W) of a convolutional network"
-
 
 def local_heads(
     shapes: Iterable[Sequence[int]], num_classes: int, *, residual: bool = True, per_token: bool = False
@@ -53,7 +51,8 @@ def local_heads(
 def _head(shape: tuple[int, ...], num_classes: int, *, residual: bool, per_token: bool) -> nn.Module:
     if not 2 <= len(shape) <= 4 or not all(isinstance(size, int) and size >= 1 for size in shape):
         raise ConfigurationError(
-            f"no head is known for features of shape {shape}: those of {KINDS} are. Give LocalBlock a head of your own"
+            f"no head is known for features of shape {shape}: those of (N, C) of an MLP, (N, T, C) of a transformer and "
+            "(N, C, H, W) of a convolutional network are. Give LocalBlock a head of your own"
         )
     if per_token and len(shape) != 3:
         raise ConfigurationError(f"per_token=True predicts for each token, and features of shape {shape} have none: leave it out")
@@ -63,7 +62,8 @@ def _head(shape: tuple[int, ...], num_classes: int, *, residual: bool, per_token
     channels = shape[-1]
     pooled = [_Mean((1,))] if len(shape) == 3 and not per_token else []
     norm, linear = nn.LayerNorm(channels), nn.Linear(channels, num_classes)
-    return nn.Sequential(*[_mlp(channels)] * residual, norm, *pooled, linear)
+    mlp = _Residual(nn.LayerNorm(channels), nn.Linear(channels, channels), nn.GELU(), nn.Linear(channels, channels))
+    return nn.Sequential(*[mlp] * residual, norm, *pooled, linear)
 
 
 class _Residual(nn.Module):
@@ -76,11 +76,6 @@ class _Residual(nn.Module):
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = features + self.layers(features)
         return out
-
-
-def _mlp(channels: int) -> nn.Module:
-    """Return two linear layers beside a shortcut, for features (..., C)."""
-    return _Residual(nn.LayerNorm(channels), nn.Linear(channels, channels), nn.GELU(), nn.Linear(channels, channels))
 
 
 def _convolutions(channels: int) -> nn.Module:

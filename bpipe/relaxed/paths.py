@@ -34,11 +34,7 @@ SHARE = {Op.F: 1 / 3, Op.B: 2 / 3}  # of the time of a microbatch
 
 
 def paths_of(num_microbatches: int, throughputs: Sequence[Sequence[float]]) -> Paths:
-    """Return the stages of the plan that each microbatch passes: those of each stage are dealt to its replicas.
-
-    Args:
-        throughputs: for each replica, those of its stages.
-    """
+    """Return the stages of the plan that each microbatch passes: those of each stage are dealt to its replicas."""
     depth = len(throughputs[0])
     dealt = [deal(num_microbatches, [replica[stage] for replica in throughputs]) for stage in range(depth)]
     return tuple(tuple(replica * depth + stage for stage, replica in enumerate(each)) for each in zip(*dealt))

@@ -15,6 +15,7 @@ from torch import nn
 
 from bpipe.comm.transport.base import Transport
 from bpipe.errors import PipelineBrokenError, StageError
+from bpipe.parallel.twins import dense_gradient
 from bpipe.plan.action import Channel, Purpose
 
 __all__: list[str] = []
@@ -54,13 +55,7 @@ def givers_of(seats: Sequence[int], able: Collection[int], depth: int, num_steps
 
 
 class Replicas:
-    """The replicas of a stage, seen from one of them.
-
-    Args:
-        transport: has their channels open.
-        seat: this one's, which is its rank in the plan.
-        seats: of those that take part, this one among them.
-    """
+    """The replicas of a stage that take part, seen from the one with a seat; `transport` has their channels open."""
 
     def __init__(self, transport: Transport, seat: int, seats: Sequence[int]) -> None:
         self._transport, self._seat, self._seats = transport, seat, list(seats)
@@ -80,10 +75,12 @@ class Replicas:
             by_dtype.setdefault(parameter.dtype, []).append(parameter)
         groups = list(by_dtype.values())
         has = torch.tensor([one.grad is not None for group in groups for one in group], dtype=torch.int32)
-        counts, *sums = self._summed([has, *(torch.cat(list(map(_flat_gradient, group))) for group in groups)])
+        place = "replicas of a stage"
+        flat = (torch.cat([dense_gradient(one, place).reshape(-1).to(one.dtype) for one in group]) for group in groups)
+        counts, *sums = self._summed([has, *flat])
         there = iter(counts.tolist())
-        for group, flat in zip(groups, sums):
-            for parameter, piece in zip(group, flat.split([one.numel() for one in group])):
+        for group, total in zip(groups, sums):
+            for parameter, piece in zip(group, total.split([one.numel() for one in group])):
                 parameter.grad = piece.view_as(parameter).clone() if next(there) else None
 
     def _summed(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -114,17 +111,6 @@ class Replicas:
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._transport.device)
         self._transport.receive(Channel(Purpose.TWIN, seat, self._seat), [data]).wait()
         return data
-
-
-def _flat_gradient(parameter: nn.Parameter) -> torch.Tensor:
-    if parameter.grad is None:
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    if parameter.grad.layout is not torch.strided:
-        raise StageError(
-            f"a gradient of shape {list(parameter.shape)} is sparse, and replicas exchange dense ones: use "
-            "nn.Embedding(sparse=False)"
-        )
-    return parameter.grad.reshape(-1).to(parameter.dtype)
 
 
 def packed_state(module: nn.Module, objects: Sequence[Any]) -> torch.Tensor:

@@ -29,7 +29,7 @@ from bpipe.errors import (
     format_error,
 )
 from bpipe.logs import LOG
-from bpipe.model.call import Call, Specs
+from bpipe.model.call import Call
 from bpipe.model.stage import PipelineStage, as_replica
 from bpipe.not_copied import NotCopied
 from bpipe.parallel.directions import paths_of
@@ -51,17 +51,6 @@ Told = dict[str, tuple[dict[str, float], float | None, bool]]
 GONE = (RankLostError, RankLeftError)
 TIMEOUT_S = 300.0  # to wait for other ranks, by default
 NO_ONE = -1  # the rank of the group of a seat that is not there
-
-
-class _RoutedPlans(PlanSource):
-    """The plan of the next step, which changes with the paths of its microbatches."""
-
-    compares = False
-
-    def take(self, plan: Plan) -> None:
-        """Run this plan from the next step on."""
-        self.plan = plan
-        self._announced = {True: self._proven(plan)}
 
 
 class Routes(NotCopied):
@@ -140,7 +129,7 @@ class Routes(NotCopied):
         self._attendance = Attendance(store, self._seat, self._depth, self._num_seats, timeout_s)
         self._speeds, self._watch = Throughputs(self._depth, self._num_seats), Stopwatch()
         self._session: Session | None = None
-        self._plans: _RoutedPlans | None = None  # of the session
+        self._plan: Plan | None = None  # of the latest attempt
         self._is_joined = self._wants_meeting = False
         self._replicas: Replicas  # of the session
         self._lost: set[int] = set()  # seats that have ended since the latest meeting
@@ -234,7 +223,7 @@ class Routes(NotCopied):
                     self._connect()
                 return work()
             except CommError as error:
-                self._leave()
+                self.close()
                 is_last = self.stats["attempts"] > self._num_seats
                 if is_last or (isinstance(error, (AgreementError, RankFailedError)) and not isinstance(error, GONE)):
                     raise
@@ -242,12 +231,16 @@ class Routes(NotCopied):
                 gone = f"{self._attendance.listed(self._lost)} has ended" if self._lost else format_error(error)
                 LOG.warning("%s: step %d is run again by those who are left: %s", self._attendance.named, self.num_steps, gone)
             except BaseException:
-                self._leave()
+                self.close()
                 raise
 
     def close(self) -> None:
         """Leave: release the group, its connections and threads. The others go on without this rank, if they make another step."""
-        self._leave()
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
     @property
     def seats(self) -> list[int]:
@@ -257,13 +250,13 @@ class Routes(NotCopied):
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest attempt; None before the first one."""
-        return None if self._plans is None else self._plans.plan
+        return self._plan
 
     # Meetings
 
     def _meet(self) -> None:
         """Find out who is there."""
-        self._leave()
+        self.close()
         self._attendance.meet(self._lost)
         self._lost.clear()
         self._attendance.check_stages()
@@ -280,33 +273,26 @@ class Routes(NotCopied):
                 world_size=len(seats),
                 timeout=timedelta(seconds=self._timeout_s),
             )
-        self._session, self._plans = self._make_session(seats)
+        self._session = self._make_session(seats)
         with self._session.guard.failing_together():
             self._agree(self._session.context, seats)
         self._session.guard.num_steps = self.num_steps
         self._is_joined = True
 
-    def _make_session(self, seats: list[int]) -> tuple[Session, _RoutedPlans]:
+    def _make_session(self, seats: list[int]) -> Session:
         alike = Throughputs(self._depth, self._num_seats).table(seats)  # a newcomer does not know the speeds yet
-        name = f"routes, compress={self._block}, in_flight={self._in_flight:g}"
-        plans = _RoutedPlans(routed_plan(self._m, alike, in_flight=self._in_flight), name)
+        self._plan = routed_plan(self._m, alike, in_flight=self._in_flight)
         make = C10dTransport if self._block is None else partial(CompressedTransport, block=self._block)
-        transport = make(None, self._stage.device, timeout_s=self._timeout_s, slow_s=self._slow_s)
         context = RankContext(
             stages={self._seat: self._stage},
             loss_fn=self._loss_fn,
-            specs=Specs.checked(None, None, None),
-            slicing=None,
-            scale_grads=True,
-            group=None,
-            transport=transport,
+            transport=make(None, self._stage.device, timeout_s=self._timeout_s, slow_s=self._slow_s),
             plan_rank=self._seat,
-            once=lambda asked, make: make(),
             group_ranks=[seats.index(seat) if seat in seats else NO_ONE for seat in range(self._num_seats)],
         )
-        session = Session(context, plans)
+        session = Session(context, PlanSource(self._plan, f"routes, compress={self._block}, in_flight={self._in_flight:g}"))
         session.observer = self._watch
-        return session, plans
+        return session
 
     def _agree(self, context: RankContext, seats: list[int]) -> None:
         """Agree on the number of the step and on speeds, and let ranks that are behind get their state from a replica."""
@@ -330,14 +316,6 @@ class Routes(NotCopied):
             load_state(replicas.take(sizes[giver], giver), self._stage.submod, self._state)
         self.num_steps, self._replicas = steps, replicas
 
-    def _leave(self) -> None:
-        """Give up the session and the process group, which cannot be used without one of its ranks."""
-        session, self._session = self._session, None
-        if session is not None:
-            session.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
     def _note_lost(self, error: CommError) -> None:
         """Remember which seat is not there any more, so that nobody waits for it."""
         if isinstance(error, GONE) and 0 <= error.rank < len(self._attendance.seats):
@@ -345,17 +323,13 @@ class Routes(NotCopied):
 
     # Steps
 
-    def _deal(self, plans: _RoutedPlans) -> None:
-        """Deal the microbatches, unless it would hardly differ from the step before."""
-        seats = self._attendance.seats
-        if (paths := self._speeds.better_paths(paths_of(plans.plan.flow), seats)) is not None:
-            plans.take(routed_plan(self._m, self._speeds.table(seats), paths, in_flight=self._in_flight))
-
     def _attempt(self, call: Call) -> Told:
         """Run the step once, and return what all ranks have told each other of it."""
-        session, plans = self._session, self._plans
-        assert session is not None and plans is not None
-        self._deal(plans)
+        session, plan, seats = self._session, self._plan, self._attendance.seats
+        assert session is not None and plan is not None
+        if (paths := self._speeds.better_paths(paths_of(plan.flow), seats)) is not None:
+            self._plan = plan = routed_plan(self._m, self._speeds.table(seats), paths, in_flight=self._in_flight)
+            session.adopt(PlanSource(plan, session.source.rule))
         own: list[torch.Tensor] = []
         parameters = [one for one in self._stage.parts().parameters if one.requires_grad]
         with set_aside(parameters) as keep:
@@ -364,16 +338,14 @@ class Routes(NotCopied):
                 with session.guard.failing_together():
                     session.context.transport.control.activity.state = State.SHARING
                     self._replicas.add_up(parameters)
-                    told = session.context.transport.exchange(Collective.RESULT, self._told(plans.plan, own))
-                settled = self._attendance.settle(
-                    self.num_steps, json.dumps(dict(zip(self._attendance.seats, map(json.loads, told))))
-                )
+                    told = session.context.transport.exchange(Collective.RESULT, self._told(plan, own))
+                settled = self._attendance.settle(self.num_steps, json.dumps(dict(zip(seats, map(json.loads, told)))))
             except CommError as error:
                 # Another rank may know already that all have come to the end: then this one has the whole gradient, too.
                 settled = self._attendance.settle(self.num_steps, "")
                 if not settled:
                     raise
-                self._leave()
+                self.close()
                 self._note_lost(error)
             if not settled:
                 raise RankLostError(f"a rank has ended before all were at the end of step {self.num_steps}")

@@ -19,13 +19,14 @@ import torch
 
 from bpipe.backward.autograd import Graph, InputGrads, edges_of, enter
 from bpipe.backward.new_gradients import apart, owned
-from bpipe.backward.without_loss import check_loss, cut_off
+from bpipe.backward.without_loss import check_loss, checked_loss, cut_off
 from bpipe.comm.transport.base import Transport
 from bpipe.comm.wire.message import MessageSpec, TensorMeta, all_dense, dense, flatten_message, meta_of, metas_of, unflatten_message
 from bpipe.engine.messages import is_alike, texts_of
 from bpipe.errors import AgreementError, CommError, ConfigurationError, StageError
 from bpipe.memory.saved.storages import keys_of
 from bpipe.model import microbatch as mb
+from bpipe.model.call import Loss
 from bpipe.model.pytree import mapped
 from bpipe.model.stage import PipelineStage, find_mesh, in_context
 from bpipe.relaxed.tick_messages import Call, Content, Incoming, Outgoing
@@ -63,17 +64,14 @@ class StageTicks:
     """The ticks of one stage.
 
     Args:
-        stage: the stage.
-        loss_fn: called as `loss_fn(output, target)` on the last stage.
         optimizers: step after each backward; none if nothing does, and gradients add up.
         plan: of a tick, whose actions say where this rank is.
-        transport: carries its messages.
     """
 
     def __init__(
         self,
         stage: PipelineStage,
-        loss_fn: Callable[..., torch.Tensor] | None,
+        loss_fn: Loss,
         optimizers: Sequence[Steps],
         plan: Plan,
         transport: Transport,
@@ -95,11 +93,7 @@ class StageTicks:
         return bool(self._group_ranks)
 
     def connect(self, group_ranks: list[int]) -> None:
-        """Open the channels. Collective.
-
-        Args:
-            group_ranks: the rank of the group by stage.
-        """
+        """Open the channels between stages, each of which is on a rank of the group. Collective."""
         own, transport, channels = self._stage.stage_index, self._transport, self._plan.channels()
         transport.connect(channels, group_ranks)
         self._outgoing = {one.purpose: Outgoing(transport, one, own) for one in channels if one.src == own}
@@ -115,11 +109,6 @@ class StageTicks:
 
     def run(self, call: Call, args: tuple[Any, ...], target: Any) -> list[Any]:
         """Run a tick: one forward, one backward and one step of the optimizer, where there is what they need.
-
-        Args:
-            call: what all ranks are called for.
-            args: of a new sample, on the first stage.
-            target: of a new sample, on the last stage.
 
         Returns:
             The output that comes out, as the only entry; nothing elsewhere than on the last stage, or if no sample is there yet.
@@ -223,7 +212,8 @@ class StageTicks:
             sample.output = module(*sample.args)
             if not self._stage.is_last:
                 self._take_apart(call, sample)
-            elif (loss := self._loss(call, sample.output, target)) is not None:
+            elif call.learns and target is not None and self._loss_fn is not None:
+                loss = checked_loss(self._loss_fn(sample.output, target), f"tick {call.tick}", trains=True)
                 sample.tensors = [loss]
                 self.loss = loss.detach().clone()  # which keeps nothing else alive
 
@@ -252,25 +242,6 @@ class StageTicks:
             self._needed = [tensor.requires_grad for tensor in tensors]
         sample.content = Content(spec, sent, self._needed or [False] * len(tensors))  # the next tick may learn, though not this one
         sample.tensors = [tensor for tensor, meta in zip(tensors, spec.tensors) if meta and meta.is_differentiable]
-
-    def _loss(self, call: Call, output: Any, target: Any) -> torch.Tensor | None:
-        """Return the loss of the present sample; None if nothing is to be learned from it.
-
-        Raises:
-            StageError: it is no number, or needs no gradient.
-        """
-        if not call.learns or target is None or self._loss_fn is None:
-            return None
-        loss: Any = self._loss_fn(output, target)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            seen = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__qualname__
-            raise StageError(f"loss_fn returned {seen} in tick {call.tick}: return one number, such as loss.mean()")
-        if not loss.requires_grad:
-            raise StageError(
-                f"the loss in tick {call.tick} needs no gradient, so nothing would learn: return a loss that depends on the "
-                "output, and keep at least one parameter trainable"
-            )
-        return loss
 
     def _gradients(self, call: Call, sample: _Sample | None) -> list[torch.Tensor | None]:
         """Return the gradients of what the present forward has made: for its output those that the next stage has sent.

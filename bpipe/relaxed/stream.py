@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import util
 from typing import Any
@@ -24,6 +24,7 @@ from bpipe.comm.transport.base import Transport
 from bpipe.engine.lanes import Lanes
 from bpipe.errors import AgreementError, CommError, ConfigurationError, StageError
 from bpipe.memory.optimizers import several
+from bpipe.model.call import Loss
 from bpipe.model.cut import cut_of
 from bpipe.model.stage import PipelineStage
 from bpipe.model.ties import check_ties
@@ -78,7 +79,7 @@ class Stream(NotCopied):
     def __init__(
         self,
         stage: Any,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
+        loss_fn: Loss = None,
         optimizer: Steps | Sequence[Steps] | None = None,
         *,
         options: Options | None = None,
@@ -98,7 +99,6 @@ class Stream(NotCopied):
         self._transport = transport_for(group, own.device, self._plan, options)
         self._guard = Guard(self._transport, Lanes(self._transport), owner="stream", call="push() or drain()", unit="tick")
         self._ticks = StageTicks(own, loss_fn, optimizers, self._plan, self._transport)
-        self._learns = loss_fn is not None
         self._finalizer = weakref.finalize(self, _close, self._ticks, self._guard, self._transport, os.getpid())
         util.Finalize(self, self._finalizer, exitpriority=0)  # processes of multiprocessing end without atexit
         self._transport.enlist()
@@ -106,7 +106,7 @@ class Stream(NotCopied):
     def __repr__(self) -> str:
         if "_finalizer" not in vars(self):
             return "Stream(not constructed)"
-        stage, learns = self._stage, "" if self._learns else ", learns nothing"
+        stage, learns = self._stage, "" if self._plan.has_backward else ", learns nothing"
         return f"Stream(stage {stage.stage_index} of {stage.num_stages} on {stage.device}{learns}, {state_of(self._guard, 'tick')})"
 
     @property
@@ -198,7 +198,7 @@ class Stream(NotCopied):
         with guard.failing_together(), control.interruptible():
             self._ticks.begin(guard.num_steps)
             try:
-                results = self._ticks.run(Call(guard.num_steps, drains, bool(learns) and self._learns), args, target)
+                results = self._ticks.run(Call(guard.num_steps, drains, bool(learns) and self._plan.has_backward), args, target)
                 if is_last:
                     self._ticks.finish()
             except BaseException as error:
@@ -217,7 +217,7 @@ class Stream(NotCopied):
             version=__version__,
             schedule=self._plan.name,
             fingerprint=self._plan.fingerprint(),
-            is_training=self._learns,
+            is_training=self._plan.has_backward,
             step=self._guard.num_steps,
             num_stages=own.num_stages,
             num_ranks=own.num_stages,

@@ -36,12 +36,7 @@ class Stopwatch(Observer):
 
 
 class Throughputs:
-    """The throughputs of all seats, in microbatches a second; equal on all ranks, which learn the same.
-
-    Args:
-        depth: S; seat r*S + s is replica r of stage s.
-        num_seats: S*d.
-    """
+    """The throughputs of all seats, in microbatches a second; equal on all ranks, which learn the same."""
 
     def __init__(self, depth: int, num_seats: int) -> None:
         self._depth, self._num_seats = depth, num_seats

@@ -17,9 +17,9 @@ from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.comm.wire.header import Subject, pack_spec, unpack_spec
 from bpipe.comm.wire.message import MessageSpec, on_the_wire
 from bpipe.device import check_fits
-from bpipe.engine.messages import versions_of
+from bpipe.engine.messages import modified, versions_of
 from bpipe.engine.microbatch_state import Versions
-from bpipe.errors import AgreementError, CommError, StageError
+from bpipe.errors import AgreementError, CommError
 from bpipe.schedules import Channel
 from bpipe.torch_private.owners_and_versions import version_of
 
@@ -41,25 +41,15 @@ class Call(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a message holds.
-
-    Args:
-        spec: its layout.
-        tensors: dense ones; None for zeros.
-        marks: for each tensor whether it needs a gradient, or if it is one, whether there is one.
-    """
+    """What a message holds."""
 
     spec: MessageSpec
-    tensors: Sequence[torch.Tensor | None]
-    marks: Sequence[bool]
+    tensors: Sequence[torch.Tensor | None]  # dense ones; None for zeros
+    marks: Sequence[bool]  # for each tensor whether it needs a gradient, or if it is one, whether there is one
 
 
 class Outgoing:
-    """The end of a channel that sends.
-
-    Args:
-        stage: whose results it sends.
-    """
+    """The end of a channel that sends the results of a stage."""
 
     def __init__(self, transport: Transport, channel: Channel, stage: int) -> None:
         self.spec: MessageSpec | None = None  # of all messages; None until one has held something
@@ -95,10 +85,7 @@ class Outgoing:
             self._sent, self._owners = None, ()
             for tensor, version in versions:
                 if version_of(tensor) != version:
-                    raise StageError(
-                        f"stage {self._stage}: a tensor of shape {list(tensor.shape)} was modified in place while it was being "
-                        "sent. Return a clone of a buffer, parameter or other tensor that the stage or its optimizer changes later."
-                    )
+                    raise modified(f"stage {self._stage}", tensor)
 
     def finish(self) -> None:
         """Wait until the latest message is sent; the next one has a header again, because the stream has ended."""
@@ -106,41 +93,27 @@ class Outgoing:
         self.spec = None
 
 
-class _Posted(NamedTuple):
-    spec: MessageSpec
-    tensors: list[torch.Tensor | None]
-    transfer: Transfer
-
-
 class Incoming:
-    """The end of a channel that receives.
-
-    Args:
-        rank: of the group, that sends.
-        stage: whose results they are.
-    """
+    """The end of a channel that receives the results of a stage from a rank of the group."""
 
     def __init__(self, transport: Transport, channel: Channel, rank: int, stage: int) -> None:
         self._transport, self._channel, self._rank, self._stage = transport, channel, rank, stage
         self._spec: MessageSpec | None = None
-        self._posted: _Posted | None = None
+        self._posted: tuple[MessageSpec, list[torch.Tensor | None], Transfer] | None = None
 
     def take(self, call: Call, *, is_last: bool = False) -> Content | None:
-        """Wait for the message of a tick, and return what it holds, if it holds something.
-
-        Args:
-            call: what this rank was called for in that tick.
-            is_last: whether the stream ends with this message.
+        """Wait for the message of a tick, with which the stream may end, and return what it holds, if it holds something.
 
         Raises:
-            AgreementError: the sender was called for something else.
+            AgreementError: the sender was called for something else than this rank.
             CommError: the message is malformed.
         """
         if self._posted is None:
             subject = Subject(call.tick, self._stage, 0)
             spec = unpack_spec(self._transport.receive_header(self._channel), subject)
             check_fits(spec.num_bytes, self._transport.device, subject)
-            self._posted = self._post(spec)
+            self._post(spec)
+        assert self._posted is not None
         (spec, tensors, transfer), self._posted = self._posted, None
         marks = marks_of(transfer.wait(), call, self._rank, len(tensors))
         if marks is not None:
@@ -148,23 +121,19 @@ class Incoming:
         if is_last:
             self._spec = None
         elif self._spec is not None:
-            self._posted = self._post(self._spec)
+            self._post(self._spec)
         return None if marks is None else Content(spec, tensors, marks)
 
-    def _post(self, spec: MessageSpec) -> _Posted:
+    def _post(self, spec: MessageSpec) -> None:
         tensors, views = spec.new(self._transport.device)
-        return _Posted(spec, tensors, self._transport.receive(self._channel, views, may_have_note=True))
+        self._posted = spec, tensors, self._transport.receive(self._channel, views, may_have_note=True)
 
 
 def marks_of(note: bytes | None, call: Call, rank: int, num_tensors: int) -> list[bool] | None:
     """Read the note of a rank's message: the mark of each tensor, or None if the message holds nothing.
 
-    Args:
-        call: what this rank was called for in the tick of the message.
-        num_tensors: that the message has, if it holds something.
-
     Raises:
-        AgreementError: the sender was called for something else.
+        AgreementError: the sender was called for something else than this rank.
         CommError: the note is malformed.
     """
     if note is None or len(note) < NOTE.size:

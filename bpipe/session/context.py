@@ -16,7 +16,7 @@ from bpipe.engine.remembered import Memory
 from bpipe.logs import RankLog
 from bpipe.memory.optimizers import States
 from bpipe.memory.static import StaticBytes
-from bpipe.model.call import Specs
+from bpipe.model.call import Loss, Specs
 from bpipe.model.plain_numbers import CountedNumbers
 from bpipe.model.stage import PipelineStage
 from bpipe.plan.plan import Plan
@@ -33,14 +33,14 @@ class RankContext:
     """The state that the steps of one rank share."""
 
     stages: Mapping[int, PipelineStage]  # the stages on this rank, by index
-    loss_fn: Callable[..., torch.Tensor] | None  # called on the last stage, or None
-    specs: Specs  # how batches are cut and outputs merged
-    slicing: Slicing | None  # cuts microbatches into slices, and puts outputs and losses together again
-    scale_grads: bool  # whether the loss of each of m microbatches is scaled by 1/m
-    group: Any  # the process group, or the rank's place in a loopback
+    loss_fn: Loss  # called on the last stage, or None
     transport: Transport  # carries the rank's messages
     plan_rank: int  # this rank's number in the plan
-    once: Once  # makes a plan once for all ranks in this process
+    specs: Specs = field(default_factory=Specs)  # how batches are cut and outputs merged
+    slicing: Slicing | None = None  # cuts microbatches into slices, and puts outputs and losses together again
+    scale_grads: bool = True  # whether the loss of each of m microbatches is scaled by 1/m
+    group: Any = None  # the process group, or the rank's place in a loopback
+    once: Once = lambda asked, make: make()  # makes a plan once for all ranks in this process
     group_ranks: list[int] = field(default_factory=list)  # the ranks of the group by rank of the plan; empty before the first step
     memory: Memory = field(default_factory=Memory)  # the sizes and buffers of its microbatches
     # the plain numbers among its inputs, and which of them affect memory or messages

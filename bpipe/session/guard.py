@@ -20,11 +20,7 @@ class Guard:
     """Let the steps of one rank run one at a time, and refuse steps after an error.
 
     Args:
-        transport: carries its messages.
-        lanes: run its actions.
-        owner: what users have constructed, for messages.
-        call: what they call for a step of it, likewise.
-        unit: what they call a step.
+        owner: what users have constructed, for messages; they make a `call` of it for each `unit`.
     """
 
     def __init__(

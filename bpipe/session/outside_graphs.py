@@ -86,8 +86,7 @@ def _needed_nodes(tensors: Sequence[torch.Tensor]) -> list[Node]:
 def _kept_by(value: Any, seen: set[int], deep: int = DEEP, *, has_attributes: bool = True) -> Iterator[torch.Tensor]:
     """Yield the tensors that a loss function keeps: in closures, defaults, bound arguments and its own attributes.
 
-    Args:
-        has_attributes: whether those of an object are searched: of the first one that functions and partials lead to.
+    Attributes are those of the first object that functions and partials lead to.
     """
     if isinstance(value, torch.Tensor):
         yield value

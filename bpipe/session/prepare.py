@@ -78,6 +78,7 @@ class Preparation:
         modes = [mode_of(stage, parts[index]) for index, stage in context.stages.items()]
         if has_loss:
             modes += [ModuleSnapshot.of(loss, self._loss_makeups).mode() for loss in modules_of(context.loss_fn)]
+        loss_scales = self._loss_scales(given, plan.num_microbatches)
         forms = self._context.numbers.forms(" ".join([*modes, str(keeps_outputs)]), given.descriptions())
         step_inputs = StepInputs(
             args=given.args,
@@ -87,8 +88,8 @@ class Preparation:
             loss_fn=context.loss_fn,
             loss_parameters=self._loss_parameters() if has_loss and is_training else (),
             loss_kwargs=call.loss_kwargs or {},
-            loss_scales=self._loss_scales(given, plan.num_microbatches),
-            loss_scale=self._loss_scale(plan.num_microbatches),
+            loss_scales=loss_scales,
+            loss_scale=None if context.scale_grads and context.slicing is not None else loss_scales[0],
             keeps_outputs=keeps_outputs,
             check_output=lambda output: check_merge([output], context.specs.output),
             lengths=given.lengths,
@@ -136,12 +137,6 @@ class Preparation:
         if not self._context.scale_grads:
             return [1.0] * len(given.args)
         return [weight / num_microbatches for weight in given.weights or [1.0] * num_microbatches]
-
-    def _loss_scale(self, num_microbatches: int) -> float | None:
-        """Return the gradient with which the backward of a whole microbatch's loss starts; None where there are only slices."""
-        if not self._context.scale_grads:
-            return 1.0
-        return None if self._context.slicing is not None else 1 / num_microbatches
 
     def _check_context(self, *, is_training: bool) -> None:
         """Raise if a step cannot run in the present context."""

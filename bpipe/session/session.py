@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from multiprocessing import util
 from typing import Any, NamedTuple
@@ -38,7 +38,7 @@ from bpipe.parallel.twins import held_by, kinds_of, weights_of
 from bpipe.plan.plan import Plan
 from bpipe.session.batches import BatchSample, difference, is_compared
 from bpipe.session.context import RankContext
-from bpipe.session.filler import Both, Filler
+from bpipe.session.filler import Filler, both
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import Preparation, PreparedCall
 from bpipe.session.side_by_side import SideBySide
@@ -131,13 +131,7 @@ class Session:
                 transport.control.activity.state = State.AGREEING
                 run = self.agree(step, records, lambda ask: transport.exchange(Collective.PLAN, ask(self.source)))
             with guard.failing_together():
-                with (
-                    run.sharding.in_charge(),
-                    run.twins.in_charge(),
-                    run.hooks.watched(),
-                    run.compute.loss_scale.in_force(),
-                    transport.control.interruptible(),
-                ):
+                with under_way(run), transport.control.interruptible():
                     users = *self.context.modules(), self.context.loss_fn
                     pair = self.overlap if self.overlap is not None and self.overlap.runs(run, users) else None
                     self.context.lanes.drive(run, transport.control, self.context.group_ranks, pair)
@@ -228,15 +222,17 @@ class Session:
         if context.plan_rank == 0 and source.fullest.is_open:
             names = [f"rank {rank}" for rank in context.group_ranks]
             source.fullest.check([records[rank] for rank in context.group_ranks], names, source.rule, context.log().warning)
-        if context.plan_rank == 0 and not self._has_told_batches and is_compared(self.guard.num_steps):
-            self._compare_batches(records)
+        is_due = context.plan_rank == 0 and not self._has_told_batches and is_compared(self.guard.num_steps)
+        if is_due and (found := difference(records, source.plan)):
+            self._has_told_batches = True
+            context.log().warning("%s: %s", source.rule, found)
         if context.plan_rank == 0 and not self._has_told_twins and directions_of(source.plan.flow) > 1:
             self._compare_twins(records)
         plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
         context.transport.control.activity.state = State.PREPARING
         self._connect(plan, records)
         key = (step.is_training, tuple(record.signature for record in records)), plan.flow.routes
-        is_learning = key not in self._learned
+        is_learning, observer = key not in self._learned, source.observer_of(step.inputs, plan, self.observer)
         return Run(
             plan=plan,
             rank=context.plan_rank,
@@ -250,14 +246,8 @@ class Session:
             memory=context.memory,
             name=f"rank {context.group_rank}",
             takes_slices=context.slicing is not None,
-            observer=_both(source.observer_of(step.inputs, plan, self.observer), self.filler),
+            observer=observer if self.filler is None else both(observer, self.filler),
         )
-
-    def _compare_batches(self, records: Sequence[StepRecord]) -> None:
-        """Warn if the ranks were given different batches."""
-        if found := difference(records, self.source.plan):
-            self._has_told_batches = True
-            self.context.log().warning("%s: %s", self.source.rule, found)
 
     def _compare_twins(self, records: Sequence[StepRecord]) -> None:
         """Warn if twins differ in what may decide what they compute."""
@@ -349,8 +339,11 @@ class Session:
         return context.static.num_bytes
 
 
-def _both(observer: Observer | None, filler: Filler | None) -> Observer | None:
-    return Both(observer, filler) if observer is not None and filler is not None else observer or filler
+@contextmanager
+def under_way(run: Run) -> Iterator[None]:
+    """Let what concerns all of a step act while its actions run: data parallelism, twins, hooks, the factor of its losses."""
+    with run.sharding.in_charge(), run.twins.in_charge(), run.hooks.watched(), run.compute.loss_scale.in_force():
+        yield
 
 
 def _close(transport: Transport, memory: Memory, process: int, opened: object) -> None:

@@ -21,11 +21,7 @@ Overlap = Callable[[Half, Half], object]
 
 
 class SideBySide:
-    """Runs pairs of a forward and a backward by a function of the user's.
-
-    Args:
-        function: called with both halves as functions without arguments; it has to call each of them once.
-    """
+    """Runs pairs of a forward and a backward by a function of the user's, which has to call each of them once."""
 
     def __init__(self, function: Overlap) -> None:
         self.function = function
@@ -72,12 +68,7 @@ class SideBySide:
 
 
 class _Half:
-    """One half of a pair, which the function calls.
-
-    Args:
-        place: the function and this half, for messages.
-        thread: the only one that may call it; None for any.
-    """
+    """One half of a pair, which the function calls: in a certain thread, or with None in any."""
 
     def __init__(self, execute: Callable[[Action], None], action: Action, place: str, thread: int | None) -> None:
         self._execute, self._action, self._place, self._thread = execute, action, place, thread

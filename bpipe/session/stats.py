@@ -58,18 +58,30 @@ class Stats:
         ledger, waited, of_step = run.evictions.ledger, run.traffic.waited_s, run.step
         if (waits := self._memory.device_waits) is not None:
             of_step, waited = waits.finish(run.step)
+        plan, rank, planned, memory, predicted = run.plan, run.rank, self._plan(run), self._memory, run.evictions.predicted()
         static = static_bytes + ledger.held_bytes + bytes_under(run.compute.returned)
+        always = static + memory.remote_buffer_bytes + run.twins.held_bytes
+        stored, exchanged = memory.remote_buffer_bytes + ledger.held_bytes, run.twins.exchanged_bytes
+        device_peak = planned.device_bytes
+        if device_peak is None:
+            device_peak = always + self._predicted_device.of(plan, rank, predicted, exchanged)
         return {
             "step": run.step,
             "step_s": seconds,
-            **self._device_peaks(run, static),
-            **self._peaks(run),
+            "device_peak_bytes": always + self._device.of(plan, rank, ledger.footprints, exchanged),
+            "predicted_device_peak_bytes": device_peak,
+            "host_peak_bytes": memory.host_bytes,
+            "predicted_host_peak_bytes": memory.host_bytes if planned.host_bytes is None else planned.host_bytes,
+            "peak_bytes": ledger.peak_bytes + stored,
+            "predicted_peak_bytes": self._predicted.of(plan, rank, predicted) + stored,
+            "peak_slots": ledger.peak_slots + planned.remote_buffers,
+            "predicted_peak_slots": planned.slots + planned.remote_buffers if plan.has_backward else 0,
             **run.evictions.counts(),
             "static_bytes": static,
             "evicted_bytes": ledger.evicted_bytes,
             "loaded_bytes": ledger.loaded_bytes,
             "held_bytes": ledger.held_bytes,
-            "remote_buffer_bytes": self._memory.remote_buffer_bytes,
+            "remote_buffer_bytes": memory.remote_buffer_bytes,
             "shared_message_bytes": run.traffic.transport.shared_message_bytes(),
             "wait_forward_s": waited[Op.WAIT_RECV_F],
             "wait_backward_s": waited[Op.WAIT_RECV_B],
@@ -80,34 +92,17 @@ class Stats:
             "wait_step": of_step,
         }
 
-    def _device_peaks(self, run: Run, static_bytes: int) -> dict[str, float]:
-        plan, rank, always, planned = run.plan, run.rank, static_bytes + self._memory.remote_buffer_bytes, self._plan(run)
-        always += run.twins.held_bytes
-        used = always + self._device.of(plan, rank, run.evictions.ledger.footprints, run.twins.exchanged_bytes)
-        predicted = planned.device_bytes
-        if predicted is None:
-            predicted = always + self._predicted_device.of(plan, rank, run.evictions.predicted(), run.twins.exchanged_bytes)
-        return {
-            "device_peak_bytes": used,
-            "predicted_device_peak_bytes": predicted,
-            "host_peak_bytes": self._memory.host_bytes,
-            "predicted_host_peak_bytes": self._memory.host_bytes if planned.host_bytes is None else planned.host_bytes,
-        }
-
-    def _peaks(self, run: Run) -> dict[str, float]:
-        ledger, plan, planned = run.evictions.ledger, run.plan, self._plan(run)
-        always = self._memory.remote_buffer_bytes + ledger.held_bytes
-        return {
-            "peak_bytes": ledger.peak_bytes + always,
-            "predicted_peak_bytes": self._predicted.of(plan, run.rank, run.evictions.predicted()) + always,
-            "peak_slots": ledger.peak_slots + planned.remote_buffers,
-            "predicted_peak_slots": planned.slots + planned.remote_buffers if plan.has_backward else 0,
-        }
-
     def _plan(self, run: Run) -> _Planned:
         """Return the plan's own numbers for this rank, computed once because they are the same in every step."""
         if self._planned is None or self._planned.plan is not run.plan:
-            self._planned = _Planned.of(run.plan, run.rank)
+            plan, rank = run.plan, run.rank
+            self._planned = _Planned(
+                plan=plan,
+                slots=max(occupancy(plan.actions[rank]), default=0),
+                remote_buffers=sum(map(len, plan.remote_buffers(rank).values())),
+                device_bytes=None if plan.sizes is None else plan.device_peak_bytes[rank],
+                host_bytes=None if plan.sizes is None else plan.host_bytes(rank),
+            )
         return self._planned
 
 
@@ -119,13 +114,3 @@ class _Planned(NamedTuple):
     remote_buffers: int
     device_bytes: int | None
     host_bytes: int | None
-
-    @classmethod
-    def of(cls, plan: Plan, rank: int) -> _Planned:
-        return cls(
-            plan=plan,
-            slots=max(occupancy(plan.actions[rank]), default=0),
-            remote_buffers=sum(map(len, plan.remote_buffers(rank).values())),
-            device_bytes=None if plan.sizes is None else plan.device_peak_bytes[rank],
-            host_bytes=None if plan.sizes is None else plan.host_bytes(rank),
-        )

@@ -14,12 +14,13 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
+from bpipe.comm.wire.dtensor import mesh_of
 from bpipe.errors import ConfigurationError
 from bpipe.memory.optimizers import Optimizers, several
+from bpipe.recomputation.checksums import own_checksum
 from bpipe.training.gathered import Gathered
 from bpipe.training.optimizer_state import OptimizerState
 from bpipe.training.pipeline_ranks import Ranks
-from bpipe.training.tensors import checksum, mesh_of
 from bpipe.training.tied import TiedWeights
 
 __all__ = ["training_state"]
@@ -120,7 +121,7 @@ def _check_names(states: Sequence[Mapping[str, Any]], ranks: Ranks) -> None:
     """Raise on all ranks if two stages have different tensors of one name, because one of them would be saved for both."""
     own = [(_key(name, value), value) for state in states for name, value in state.items() if isinstance(value, torch.Tensor)]
     seen = Counter(chain.from_iterable(json.loads(data) for data in ranks.gather_bytes(_packed([key for key, _ in own]))))
-    sums = [(key, checksum(value), list(value.shape)) for key, value in own if seen[key] > 1]
+    sums = [(key, own_checksum(value), list(value.shape)) for key, value in own if seen[key] > 1]
     values: dict[str, set[str]] = {}
     for key, *value in chain.from_iterable(json.loads(data) for data in ranks.gather_bytes(_packed(sums))):
         values.setdefault(key, set()).add(str(value))

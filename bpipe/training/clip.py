@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from bpipe.comm.wire.dtensor import local, mesh_of
 from bpipe.errors import AgreementError, ConfigurationError, StageError
 from bpipe.parallel.twins import COPY
 from bpipe.torch_private.operators import norms_of
@@ -18,7 +19,6 @@ from bpipe.training.gathered import Gathered, has_unreduced
 from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.replica_norms import DTYPES, INSTEAD, Norm, difference, of_all, ranks_along, rows_of
 from bpipe.training.sums import problem_with_sums
-from bpipe.training.tensors import local, mesh_of
 
 __all__ = ["clip_grad_norm_"]
 
@@ -135,13 +135,10 @@ def _places(parameters: Any, rank: int, gathered: Gathered) -> dict[torch.Tensor
     by_place = parameters if isinstance(parameters, Mapping) else {rank: parameters}
     places: dict[torch.Tensor, int] = {}
     for place in sorted(by_place):
-        for parameter in _listed(by_place[place]):
+        of_place = by_place[place]
+        for parameter in [of_place] if isinstance(of_place, torch.Tensor) else of_place:
             places.setdefault(gathered.sharded(parameter), place)
     return places
-
-
-def _listed(parameters: Parameters) -> list[torch.Tensor]:
-    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
 def _norms(place: int, gradients: Sequence[torch.Tensor], order: float, foreach: bool | None) -> Iterator[Norm]:
@@ -163,10 +160,7 @@ def _norms(place: int, gradients: Sequence[torch.Tensor], order: float, foreach:
 def _different(norms: Sequence[Norm], parameters: Sequence[torch.Tensor], replicas: Ranks | None) -> str:
     """Describe how gradients differ on ranks that should have them alike, and so the total. Collective over these ranks.
 
-    Args:
-        norms: of the gradients that all replicas have.
-        parameters: with a gradient; ranks that share the mesh of one are replicas of each other in what is not sharded over it.
-        replicas: the ranks that the user says are replicas.
+    Ranks that share the mesh of a parameter are replicas of each other in what is not sharded over it.
     """
     found = ["" if replicas is None else difference(replicas, norms)]
     for mesh in _by_mesh(parameters, [parameter.grad for parameter in parameters]):
@@ -227,17 +221,12 @@ def _total(
         )
     if not any(lengths):
         return torch.tensor(0.0)
-    rows = rows_of(norms, [one.place for one in norms]).to(ranks.device)
+    rows = rows_of(norms, [one.place for one in norms])
     gathered = torch.cat(ranks.gather_uneven(rows, [int(length) for length in lengths]))
     in_order = gathered[torch.argsort(gathered[:, 1], stable=True), 0]
-    total: torch.Tensor = torch.linalg.vector_norm(in_order.to(_promoted([int(seen) for seen in dtypes])), how[1])
+    in_use = [dtype for index, dtype in enumerate(DTYPES) if any(int(bits) >> index & 1 for bits in dtypes)]
+    total: torch.Tensor = torch.linalg.vector_norm(in_order.to(reduce(torch.promote_types, in_use)), how[1])
     return total
-
-
-def _promoted(seen: Sequence[int]) -> torch.dtype:
-    """Return the dtype of a stack of norms in all dtypes that the ranks have seen, each rank's as a sum of powers of two."""
-    found = [dtype for index, dtype in enumerate(DTYPES) if any(bits >> index & 1 for bits in seen)]
-    return reduce(torch.promote_types, found)
 
 
 def _by_mesh(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> dict[Any, list[torch.Tensor]]:

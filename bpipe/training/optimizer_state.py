@@ -72,7 +72,8 @@ class OptimizerState:
             for parameter, its in zip(group["params"], of_group):
                 self._check_alike(its, of_group[0], parameter)
                 state = states[self._names[parameter]]
-                if state and (optimizer.state.get(parameter) or _has_begun(state)):
+                # One that was made up before the first step cannot start NAdam, ASGD or Rprop.
+                if state and (optimizer.state.get(parameter) or state.get("step", 1)):
                     optimizer.state[parameter] = state
             group.update(of_group[0] if of_group else {})
 
@@ -119,13 +120,5 @@ def _made_up(optimizer: Optimizer) -> dict[torch.Tensor, State]:
             after.callback(group.__setitem__, "lr", rate)
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
         optimizer.step()
-    return {parameter: _before_any_step(optimizer.state.pop(parameter, {})) for parameter in new}
-
-
-def _before_any_step(state: State) -> State:
-    return {key: value * 0 if key == "step" else value for key, value in state.items()}
-
-
-def _has_begun(state: State) -> bool:
-    """Return whether a state is of some step, because one made up before the first cannot start NAdam, ASGD or Rprop."""
-    return bool(state.get("step", 1))
+    states = {parameter: optimizer.state.pop(parameter, {}) for parameter in new}
+    return {one: state | {"step": state["step"] * 0} if "step" in state else state for one, state in states.items()}

@@ -34,12 +34,9 @@ class Ranks:
             raise ConfigurationError(f"on a Loopback all stages are in this process, where nothing is to be sent: {instead}")
         self.group, self.rank, self.size, self.device = None, 0, 1, torch.device("cpu")
         if group is not None or dist.is_initialized():
-            self._join(dist.group.WORLD if group is None else group_of(group))
-
-    def _join(self, group: Any) -> None:
-        self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.device = device_of(group)
+            self.group = dist.group.WORLD if group is None else group_of(group)
+            self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            self.device = device_of(self.group)
 
     @property
     def global_ranks(self) -> list[int]:
@@ -68,11 +65,14 @@ class Ranks:
         padded[: len(rows)] = rows
         return [row[:length] for row, length in zip(self.gather(padded), lengths, strict=True)]
 
+    def gather_rows(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Gather rows from each rank, however many each has. Collective, two all_gathers, or one if there are none; blocks."""
+        lengths = [int(length) for length in self.gather(torch.tensor([len(rows)]))]
+        return self.gather_uneven(rows, lengths) if any(lengths) else [rows] * self.size
+
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """Gather bytes from each rank. Collective, two all_gathers; blocks the host."""
-        mine = torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)
-        lengths = [int(length) for length in self.gather(torch.tensor([len(mine)]))]
-        return [bytes(row.tolist())[:-1] for row in self.gather_uneven(mine, lengths)]
+        """Gather bytes from each rank. Collective, two all_gathers at most; blocks the host."""
+        return [bytes(row.tolist()) for row in self.gather_rows(torch.tensor([*data], dtype=torch.uint8))]
 
     def exchange(self, mine: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
         """Exchange tensors of one shape among some ranks; only they send, to each other, over the group's own connections.

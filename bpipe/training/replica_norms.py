@@ -18,18 +18,11 @@ LEAST_PRECISION = 1e-4  # to which gradients agree that each rank computes by it
 
 
 class Norm(NamedTuple):
-    """A norm of gradients of a stage.
+    """A norm of gradients of a stage."""
 
-    Args:
-        place: of the stage.
-        what: the gradients, in words.
-        mesh: over which they are sharded; None if this rank has all of them.
-        norm: theirs.
-    """
-
-    place: int
-    what: str
-    mesh: Any
+    place: int  # of the stage
+    what: str  # the gradients, in words
+    mesh: Any  # over which they are sharded; None if this rank has all of them
     norm: torch.Tensor
 
 
@@ -54,11 +47,8 @@ def difference(ranks: Ranks, norms: Sequence[Norm]) -> str:
 
     Those of equal weights have equal bits once they are reduced, or nearly so if each rank computes them by itself.
     """
-    lengths = [int(length) for length in ranks.gather(torch.tensor([len(norms)]))]
-    if not any(lengths):
-        return ""
-    mine = rows_of(norms, [2 * torch.finfo(one.norm.dtype).eps for one in norms]).to(ranks.device)
-    first, *others = [part.tolist() for part in ranks.gather_uneven(mine, lengths)]
+    mine = rows_of(norms, [2 * torch.finfo(one.norm.dtype).eps for one in norms])
+    first, *others = [part.tolist() for part in ranks.gather_rows(mine)]
     for other, theirs in enumerate(others, 1):
         for index, (one, another) in enumerate(zip_longest(first, theirs)):
             if not _are_alike(one, another):
@@ -87,12 +77,9 @@ def _described(ranks: Ranks, other: int, norms: Sequence[Norm], index: int, one:
 
 def of_all(ranks: Ranks, norms: Sequence[Norm]) -> list[Norm]:
     """Return the norms of the weights that only one replica has, of all replicas in the order of their ranks. Collective."""
-    lengths = [int(length) for length in ranks.gather(torch.tensor([len(norms)]))]
-    if not any(lengths):
-        return []
-    mine = rows_of(norms, [one.place for one in norms], [DTYPES.index(one.norm.dtype) for one in norms]).to(ranks.device)
+    mine = rows_of(norms, [one.place for one in norms], [DTYPES.index(one.norm.dtype) for one in norms])
     return [
         Norm(int(place), "", None, torch.tensor(norm, dtype=DTYPES[int(dtype)]))
-        for part in ranks.gather_uneven(mine, lengths)
+        for part in ranks.gather_rows(mine)
         for norm, place, dtype in part.tolist()
     ]

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
+from bpipe.comm.wire.dtensor import local, mesh_of
 from bpipe.device import default_kind
 from bpipe.errors import ConfigurationError
 from bpipe.torch_private.scaler_parts import has_states, scale_of, state_of, take_state
 from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.replica_norms import INSTEAD, ranks_along
-from bpipe.training.tensors import local, mesh_of
 
 __all__ = ["GradScaler"]
 

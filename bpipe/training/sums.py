@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from bpipe.comm.wire.dtensor import local
 from bpipe.model.ties import SUMS
 from bpipe.torch_private.owners_and_versions import version_of
 from bpipe.training.pipeline_ranks import Ranks
-from bpipe.training.tensors import local
 
 __all__: list[str] = []
 

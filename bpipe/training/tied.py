@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from bpipe.comm.wire.codec import decode, encode
+from bpipe.comm.wire.dtensor import local
 from bpipe.errors import AgreementError, ConfigurationError, StageError
+from bpipe.recomputation.checksums import own_checksum
 from bpipe.training.gathered import Gathered, free
 from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.sums import SummedWeight
-from bpipe.training.tensors import checksum, local
 
 __all__ = ["TiedWeights"]
 
@@ -69,16 +70,17 @@ class TiedWeights:
         _check_alike(reports)
         holders = {name: [rank for rank, names in enumerate(reports) if names[name] is not None] for name in given}
         self._holders = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
-        self._summed = {name: self._summed_weight(name, ranks[0]) for name, ranks in self._holders.items() if name in self.weights}
+        numbers, own_rank = self._ranks.global_ranks, self._ranks.rank
+        self._summed = {
+            name: SummedWeight(name, self.weights[name], counted_by=numbers[first], is_copy=first != own_rank)
+            for name, (first, *_) in self._holders.items()
+            if name in self.weights
+        }
         self.copies = [self.weights[name] for name, one in self._summed.items() if one.is_copy]
 
     def __repr__(self) -> str:
         shared = [f"{name} on ranks {', '.join(map(str, ranks))}" for name, ranks in vars(self).get("_holders", {}).items()]
         return f"TiedWeights({'; '.join(shared) or 'nothing that two ranks share'})"
-
-    def _summed_weight(self, name: str, first: int) -> SummedWeight:
-        is_copy = first != self._ranks.rank
-        return SummedWeight(name, self.weights[name], counted_by=self._ranks.global_ranks[first], is_copy=is_copy)
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -138,7 +140,7 @@ class TiedWeights:
         if weight is None:
             return ABSENT, 0, 0
         kind = SUMMED if self._summed[name].may_have_sum() else _kind(weight.grad)
-        return kind, checksum(weight), int(weight.requires_grad)
+        return kind, own_checksum(weight), int(weight.requires_grad)
 
     def _sum(self, weight: nn.Parameter, holders: Sequence[int]) -> None:
         if weight.grad is None:

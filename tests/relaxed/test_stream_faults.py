@@ -261,8 +261,8 @@ FAULTS: dict[Callable[[int], Seen | None], Outcome] = {
     changes_what_is_being_sent: Outcome(
         0, StageError, ("shape [2, 4] was modified in place while it was being sent. Return a clone",), ("rank 0", "tick 1")
     ),
-    has_a_loss_that_is_no_number: Outcome(2, StageError, ("a tensor of shape [2, 4] in tick 2",), ("rank 2", "tick 2, action 2F0")),
-    has_a_loss_without_a_gradient: Outcome(2, StageError, ("the loss in tick 2 needs no gradient",), ("rank 2", "tick 2, action")),
+    has_a_loss_that_is_no_number: Outcome(2, StageError, ("of shape [2, 4] for tick 2",), ("rank 2", "tick 2, action 2F0")),
+    has_a_loss_without_a_gradient: Outcome(2, StageError, ("the loss of tick 2 needs no gradient",), ("rank 2", "tick 2, action")),
     gives_no_target: Outcome(2, ConfigurationError, ("push() got no target on the last stage",), ("rank 2", "tick 5, action 2F0")),
     gives_no_input: Outcome(0, ConfigurationError, ("push() got no input on the first stage",), ("rank 0", "tick 0, action 0F0")),
     learns_without_gradients: Outcome(

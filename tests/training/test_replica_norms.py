@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bpipe
 from bpipe.errors import BPipeError
+from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.replica_norms import Norm, difference, of_all
 from tests.ranks import run_ranks
 
@@ -522,18 +523,6 @@ def test_training_with_experts_is_that_of_a_single_process(seen: dict[str, list[
             torch.testing.assert_close(value, expected[name].detach(), rtol=1e-10, atol=1e-12)
 
 
-class Alone:
-    """A rank without others."""
-
-    device, global_ranks = torch.device("cpu"), [0]
-
-    def gather(self, value: Tensor) -> list[Tensor]:
-        return [value]
-
-    def gather_uneven(self, value: Tensor, lengths: list[int]) -> list[Tensor]:
-        return [value]
-
-
 class Reads(TorchDispatchMode):
     """Counts numbers that are read from a tensor, for which the host waits."""
 
@@ -551,7 +540,7 @@ def test_the_host_waits_as_often_for_many_gradients_as_for_one(compare: Any) -> 
     for number in (1, 40):
         norms = [Norm(place, "", None, torch.tensor(0.5 + place, dtype=torch.bfloat16)) for place in range(number)]
         with Reads() as reads:
-            found = compare(Alone(), norms)
+            found = compare(Ranks(None, "a rank without others"), norms)
         assert found == "" or [(one.place, one.norm.item(), one.norm.dtype) for one in found] == [
             (one.place, one.norm.item(), torch.bfloat16) for one in norms
         ]

@@ -26,6 +26,17 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
+def mesh_of(tensor: Any) -> Any:
+    """Return the device mesh of a DTensor; None for any other tensor, because this process has all of it."""
+    return tensor.device_mesh if is_dtensor(tensor) else None
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """Return this process's own part: a DTensor's shard, all of any other tensor. It is not a copy and has no graph."""
+    own: torch.Tensor = tensor.detach().to_local() if is_dtensor(tensor) else tensor.detach()
+    return own
+
+
 def describe(tensor: Any, path: str, where: str) -> dict[str, Any]:
     """Describe the mesh, placements, global shape and stride of a DTensor, as JSON values.
 
