@@ -61,10 +61,18 @@ def check_count(name: str, value: object, *, least: int = 1) -> None:
         raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}")
 
 
-def counts_in(name: str, given: object, *, such_as: Sequence[int], of_one: str = "", least: int = 1) -> list[int]:
-    """Return the whole numbers of a list, each once and in order; the error for one of them may call it `of_one`."""
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable) or not (listed := list(given)):
-        raise ConfigurationError(f"{name}={given!r}: give a list of whole numbers, such as {such_as}")
+def series(name: str, given: object) -> tuple[Any, ...]:
+    """Return one value or several as a tuple; raise if there is none."""
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        return (given,)
+    if not (listed := tuple(given)):
+        raise ConfigurationError(f"{name} is empty: give at least one")
+    return listed
+
+
+def counts_of(name: str, given: object, *, of_one: str = "", least: int = 1) -> list[int]:
+    """Return one whole number or several, each once and in order; the error for one of them may call it `of_one`."""
+    listed = series(name, given)
     for one in listed:
         check_count(of_one or name, one, least=least)
     return sorted(set(listed))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -14,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bpipe.backward.autograd import edges_of, enter
 from bpipe.checks import check_count, check_positive
-from bpipe.device import synchronize
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.bench import Forward, halves_s
+from bpipe.estimate.bench import Forward, Measured, clock, halves_s
+from bpipe.estimate.state_bytes import MASTER_BYTES, STATE_BYTES
 from bpipe.memory.saved.storages import element_bytes
 from bpipe.model.preserve_state import preserved_state
 from bpipe.partition.layers import LayerCost
@@ -25,10 +24,6 @@ from bpipe.partition.observe import Loss, Seen, observed
 from bpipe.torch_private.pytrees import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = ["measure_layers"]
-
-STATE_BYTES, MASTER_BYTES = 8, 4  # Adam's two moments in fp32, and an fp32 copy of parameters in 16 bits
-
-Measured = Callable[[Callable[[], Any]], tuple[Any, float]]  # runs something, and returns its result and its seconds
 
 
 class Timed(NamedTuple):
@@ -95,7 +90,7 @@ def measure_layers(
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if is_meta:
         args, kwargs, target = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs, target))
-    measured, num_runs = (_operations(flops_per_s), 1) if is_meta else (_clock(_devices(model, args, kwargs)), repeats + 1)
+    measured, num_runs = (_operations(flops_per_s), 1) if is_meta else (clock(_devices(model, args, kwargs)), repeats + 1)
     with preserved_state([model]), torch.enable_grad():
         seen = observed(model, modules, args, kwargs or {}, loss_fn, target)
         times = {name: _timed(modules.get(name, loss_fn), one, measured, num_runs) for name, one in seen.items()}
@@ -144,22 +139,6 @@ def _found(names: Names, seen: Iterable[str]) -> Iterator[tuple[str, ...]]:
     for is_entry, group in groupby((name for name in seen if name), key=lambda name: is_series(names.modules[names.owner(name)])):
         members = tuple(group)
         yield from ((name,) for name in members) if is_entry else (members,)
-
-
-def _clock(devices: Collection[torch.device]) -> Measured:
-    """Measure the seconds that work on some devices takes."""
-
-    def now() -> float:
-        for device in devices:
-            synchronize(device)
-        return time.perf_counter()
-
-    def measured(work: Callable[[], Any]) -> tuple[Any, float]:
-        start = now()
-        result = work()
-        return result, now() - start
-
-    return measured
 
 
 def _operations(flops_per_s: float) -> Measured:
@@ -254,4 +233,4 @@ def _kept_bytes(tensor: torch.Tensor, bytes_per_parameter: float | None) -> floa
         return element_bytes(tensor)
     if bytes_per_parameter is not None:
         return tensor.numel() * bytes_per_parameter
-    return 2 * tensor.nbytes + tensor.numel() * (STATE_BYTES + MASTER_BYTES * (tensor.element_size() == 2))
+    return 2 * tensor.nbytes + tensor.numel() * (STATE_BYTES["adam"] + MASTER_BYTES * (tensor.element_size() == 2))
