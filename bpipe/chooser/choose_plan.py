@@ -31,6 +31,7 @@ from bpipe.whole_file import write_whole
 __all__ = ["choose_plan"]
 
 Model = str | Transformer | Profile | Sequence[Profile] | Sequence[LayerCost] | Mapping[int, Sequence[LayerCost]]
+AnyWorkload = ModelWorkload | MeasuredWorkload | MeasuredLayers
 
 ASSUMPTIONS = (
     "Transfers take turns on a link, at full bandwidth, and do not slow computations down; reducing "
@@ -119,7 +120,7 @@ def choose_plan(
     wishes = Wishes(schedules=named_schedules(schedules), by=by, **values_of(options, SEARCHING))
     found = advise_inputs.device_of(device)
     links = advise_inputs.links_of(found, link, cross_link, nodes, (num_ranks,), options.host_link)
-    workload: ModelWorkload | MeasuredWorkload | MeasuredLayers
+    workload: AnyWorkload
     if isinstance(model, (str, Transformer)) or advise_inputs.profiles_in(model):
         workload = advise_inputs.workload_of(
             model,
@@ -136,12 +137,9 @@ def choose_plan(
         )
     else:
         workload = as_measured(model)
-    sizes = advise_inputs.sizes_of(microbatch_sizes, batch, workload.microbatch_sizes)
-    if microbatch_sizes is None and workload.microbatch_sizes is None:
-        sizes = [size for size in sizes if batch // size >= num_ranks] or sizes[:1]
     question = ModelQuestion(
         model=workload,
-        loads=tuple(Load(size, "" if how in ("none", AS_MEASURED) else how) for size in sizes for how in workload.recomputations),
+        loads=_loads(workload, microbatch_sizes, batch, num_ranks),
         num_ranks=num_ranks,
         batch=batch,
         budgets=_budgets(found, memory_bytes, options.reserve_bytes, num_ranks),
@@ -156,6 +154,14 @@ def choose_plan(
     answer = _cached(question, wishes, None if cache is None else Path(cache), options.progress)
     to_measure = MEASURE if isinstance(workload, ModelWorkload) else MEASURE[1:]
     return replace(answer, assumptions=(*workload.assumptions, *ASSUMPTIONS), to_measure=to_measure)
+
+
+def _loads(workload: AnyWorkload, microbatch_sizes: Sequence[int] | None, batch: int, num_ranks: int) -> tuple[Load, ...]:
+    """Return what a microbatch may be; where any size may be tried, those that make fewer microbatches than ranks are not."""
+    sizes = advise_inputs.sizes_of(microbatch_sizes, batch, workload.microbatch_sizes)
+    if microbatch_sizes is None and workload.microbatch_sizes is None:
+        sizes = [size for size in sizes if batch // size >= num_ranks] or sizes[:1]
+    return tuple(Load(size, "" if how in ("none", AS_MEASURED) else how) for size in sizes for how in workload.recomputations)
 
 
 def _cached(question: ModelQuestion, wishes: Wishes, cache: Path | None, progress: Callable[[int, int], None] | None) -> Choice:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from bpipe.estimate.measured_links import Flight, Way, weighted_median
+from bpipe.estimate.measured_links import Flight, Way, seconds_of, weighted_median
 from bpipe.plan.action import HOST
 from bpipe.simulator.costs import Link
 
@@ -38,7 +38,7 @@ def busy_times(flights: Mapping[Way, Sequence[Flight]], links: Mapping[Way, Link
         free, link = 0.0, links[way] or Link()
         for flight in of_way:
             begin = max(flight.begin_s, free)
-            end = flight.end_s if flight.is_seen else min(flight.end_s, begin + link.seconds(flight.num_bytes))
+            end = flight.end_s if flight.is_seen else min(flight.end_s, begin + seconds_of(link, flight.num_bytes))
             free = max(free, end)
             for rank in {*way} - {HOST}:
                 found[rank].append((flight.begin_s, end))

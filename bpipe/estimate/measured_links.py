@@ -126,8 +126,13 @@ def fitted(ways: Iterable[Sequence[Flight]]) -> Link | None:
     link = _line(points)
     if link is None:
         return None
-    missed = {size: some for size, some in most.items() if size not in points and link.seconds(size) > median(some)}
+    missed = {size: some for size, some in most.items() if size not in points and seconds_of(link, size) > median(some)}
     return _line(points | missed) if missed else link
+
+
+def seconds_of(link: Link, num_bytes: int) -> float:
+    """Return the seconds of a transfer alone on a link."""
+    return link.latency_s + num_bytes / link.bytes_per_s
 
 
 def _together(flights: Iterable[Flight]) -> Iterator[list[Flight]]:

@@ -46,10 +46,6 @@ class Link:
         if not self.bytes_per_s > 0:
             raise ConfigurationError(f"bytes_per_s={self.bytes_per_s}: give a positive number of bytes per second")
 
-    def seconds(self, num_bytes: int) -> float:
-        """Return the seconds of a transfer that is alone on the link."""
-        return self.latency_s + num_bytes / self.bytes_per_s
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:

@@ -49,4 +49,8 @@ def simulated(finished: Plan, ranks: Sequence[RankSteps], costs: Costs) -> Itera
 
 
 def _duration(costs: Costs, rank: int) -> Callable[[int, int], float]:
-    return lambda peer, num_bytes: costs.link_between(rank, peer).seconds(num_bytes)
+    def duration(peer: int, num_bytes: int) -> float:
+        link = costs.link_between(rank, peer)
+        return link.latency_s + num_bytes / link.bytes_per_s
+
+    return duration
