@@ -97,11 +97,6 @@ def check_length(name: str, values: Sequence[object], expected: int, what: str) 
         raise ConfigurationError(f"{name} has {len(values)} entries: give one number, or one for each of {expected} {what}")
 
 
-def of_each_rank(given: Any, num_ranks: int) -> tuple[Any, ...]:
-    """Return the values of a sequence, or one value as often as there are ranks."""
-    return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * num_ranks
-
-
 def budgets_of(name: str, given: object, num_ranks: int, advice: str = "") -> tuple[int | None, ...]:
     """Return the budget of each rank, which must be None (no limit) or a whole number of at least 1.
 
@@ -111,7 +106,7 @@ def budgets_of(name: str, given: object, num_ranks: int, advice: str = "") -> tu
         num_ranks: p.
         advice: what to give instead of anything else.
     """
-    budgets = of_each_rank(given, num_ranks)
+    budgets: tuple[Any, ...] = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * num_ranks
     if len(budgets) != num_ranks or not all(one is None or is_count(one) for one in budgets):
         advice = advice or f"give a whole number of at least 1, or one for each of {num_ranks} ranks"
         raise ConfigurationError(f"{name}={given!r}: {advice}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from bpipe._version import __version__
 from bpipe.api.options import ASIDE, SEARCHING, TO_HOST, Options, options_for, values_of
 from bpipe.api.policy import Way
-from bpipe.checks import check_count, check_length, counts_of, of_each_rank
+from bpipe.checks import budgets_of, check_count, counts_of
 from bpipe.chooser.compare_plans import choose
 from bpipe.chooser.layers_of import MeasuredLayers, as_measured
 from bpipe.chooser.plan_choice import Choice
@@ -183,7 +183,6 @@ def _cached(question: ModelQuestion, wishes: Wishes, cache: Path | None, progres
 def _budgets(
     device: Device | None, memory_bytes: int | Sequence[int | None] | None, reserve_bytes: int | None, num_ranks: int
 ) -> Budgets:
-    given = of_each_rank(device.memory_bytes if memory_bytes is None and device is not None else memory_bytes, num_ranks)
-    check_length("memory_bytes", given, num_ranks, "ranks")
-    of_each = [None if one is None else advise_inputs.memory_of(device, one, reserve_bytes) for one in given]
-    return tuple(None if one is None else one[0] - one[1] for one in of_each)
+    given = device.memory_bytes if memory_bytes is None and device is not None else memory_bytes
+    of_each = budgets_of("memory_bytes", given, num_ranks)
+    return tuple(None if one is None else one - advise_inputs.reserved_of(one, reserve_bytes) for one in of_each)

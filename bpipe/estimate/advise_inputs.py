@@ -104,16 +104,21 @@ def _recomputations(recomputations: object, attention: str) -> tuple[str, ...]:
     return tuple(name for name in RECOMPUTATIONS if name in kept)
 
 
-def memory_of(device: Device | None, memory_bytes: int | None, reserve_bytes: int | None) -> tuple[int, int]:
-    """Return the bytes of a device, and how many of them are set aside."""
+def memory_of(device: Device | None, memory_bytes: int | None) -> int:
+    """Return the bytes of a device."""
     memory = device.memory_bytes if memory_bytes is None and device is not None else memory_bytes
     if memory is None:
         raise ConfigurationError("how much memory has a device? Give device= (such as 'a100-80gb') or memory_bytes=")
     check_count("memory_bytes", memory)
-    reserved = round(RESERVED_SHARE * memory) if reserve_bytes is None else reserve_bytes
-    if reserved >= memory:
-        raise ConfigurationError(f"reserve_bytes={reserved} leaves nothing of memory_bytes={memory}")
-    return memory, reserved
+    return memory
+
+
+def reserved_of(memory_bytes: int, reserve_bytes: int | None) -> int:
+    """Return how many bytes of a device are set aside."""
+    reserved = round(RESERVED_SHARE * memory_bytes) if reserve_bytes is None else reserve_bytes
+    if reserved >= memory_bytes:
+        raise ConfigurationError(f"reserve_bytes={reserved} leaves nothing of memory_bytes={memory_bytes}")
+    return reserved
 
 
 def links_of(

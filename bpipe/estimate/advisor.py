@@ -110,7 +110,7 @@ def advise(
         raise ConfigurationError(f"slices={slices} with attention={attention!r}: slices are estimated for attention='flash' only")
     options = options_for("advise", options, (*ASIDE, "progress"))
     found, stages = advise_inputs.device_of(device), advise_inputs.stages_of(num_stages, len(advise_inputs.profiles_in(model)))
-    memory, reserved = advise_inputs.memory_of(found, memory_bytes, options.reserve_bytes)
+    memory = advise_inputs.memory_of(found, memory_bytes)
     links = advise_inputs.links_of(found, link, cross_link, nodes, stages)
     workload = advise_inputs.workload_of(
         model,
@@ -129,6 +129,7 @@ def advise(
     batches = advise_inputs.batches_of(batch, stages, tensor_parallel, num_devices)
     sizes = {p: advise_inputs.sizes_of(microbatch_sizes, batches[p], workload.microbatch_sizes) for p in stages}
     many = MOST_MICROBATCHES if microbatch_sizes is None and workload.microbatch_sizes is None else batch
+    reserved = advise_inputs.reserved_of(memory, options.reserve_bytes)
     evaluator = Evaluator(workload, links, batch, batches, sizes, memory, reserved, many, slices)
     title = _title(evaluator, "" if found is None else f" on {found.name}", tensor_parallel)
     return _advice(title, evaluator, evaluator.ranked(options.progress), says_messages=link is not None)

@@ -132,10 +132,10 @@ class SliceProfile:
         return f"SliceProfile({self.name} on {self.device}: {len(self.measurements)} slices measured, {fit})"
 
     def __str__(self) -> str:
-        rows = [("length", "context", "forward ms", "backward ms", "fitted ms", "us/position")]
+        rows = [["length", "context", "forward ms", "backward ms", "fitted ms", "us/position"]]
         for one in self.measurements:
             ms = [f"{1e3 * seconds:.3f}" for seconds in (one.forward_s, one.backward_s, self.seconds(one.length, one.context))]
-            rows.append((str(one.length), str(one.context), *ms, f"{1e6 * one.seconds / one.length:.3f}"))
+            rows.append([str(one.length), str(one.context), *ms, f"{1e6 * one.seconds / one.length:.3f}"])
         fixed, position, before, pair = self.coefficients
         formula = (
             f"seconds(length, context) = {fixed:.3g} + {position:.3g} length + {before:.3g} context + "

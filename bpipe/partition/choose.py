@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from bpipe.checks import check_count, check_length, of_each_rank
+from bpipe.checks import budgets_of, check_count
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.partition.choice import StageChoice
 from bpipe.partition.cut_search import Ends, best_of_all, even, improved, narrowest, pieces
@@ -189,12 +189,7 @@ def _weights(lengths: Sequence[float], slices: int) -> list[int]:
 
 
 def _limits(memory_bytes: int | Sequence[int | None] | None, num_ranks: int) -> Limits:
-    given = of_each_rank(memory_bytes, num_ranks)
-    check_length("memory_bytes", given, num_ranks, "ranks")
-    for one in given:
-        if one is not None:
-            check_count("memory_bytes", one)
-    return [float("inf") if one is None else one for one in given]
+    return [float("inf") if one is None else one for one in budgets_of("memory_bytes", memory_bytes, num_ranks)]
 
 
 def _too_full(task: Task, ends: Ends) -> str:

@@ -270,7 +270,7 @@ LAYERS = layers_of(0)
         (LAYERS, {"batch": 8, "num_ranks": 2, "schedules": ["bitpipe"]}, ConfigurationError, "needs each stage on two ranks"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "schedules": ["local_learning"]}, ConfigurationError, "learns something else"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "schedules": ["1f2b"]}, ConfigurationError, "no schedule is called '1f2b'"),
-        (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": [1, 2, 3]}, ConfigurationError, "memory_bytes has 3 entries"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": [1, 2, 3]}, ConfigurationError, "or one for each of 2 ranks"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": 500}, BudgetError, "no plan was found"),
         ({3: LAYERS}, {"batch": 8, "num_ranks": 2}, ConfigurationError, "none of the microbatch sizes"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "microbatch_sizes": [2]}, ConfigurationError, "microbatch size 2, only about 1"),
