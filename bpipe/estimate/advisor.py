@@ -10,12 +10,12 @@ from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import advise_inputs, huang, words
 from bpipe.estimate.advice import Advice, Candidate, gb_per_s, gib
-from bpipe.estimate.candidates import SCHEDULES, SLICED
+from bpipe.estimate.candidates import SCHEDULES
 from bpipe.estimate.decision import verdict_on
 from bpipe.estimate.devices import Device
 from bpipe.estimate.evaluate import Evaluator
 from bpipe.estimate.execution import RECOMPUTATIONS
-from bpipe.estimate.long_contexts import NOTICED, V_SHAPES, slowed, too_long
+from bpipe.estimate.long_contexts import NOTICED, SLICED, V_SHAPES, slowed, too_long
 from bpipe.estimate.measurement import Profile
 from bpipe.estimate.square_cube import say_from_where
 from bpipe.estimate.stages import split_layers

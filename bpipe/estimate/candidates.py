@@ -21,13 +21,13 @@ class Variants:
     """A schedule's finished plans: plain, and balanced within fewer slots than that occupies, where activations move to rank p-1-x.
 
     Example:
-        >>> one = Variants("1f1b", num_stages=8, num_microbatches=16)
+        >>> one = Variants(build("1f1b", num_stages=8, num_microbatches=16))
         >>> max(one.plain.peak_slots), max(one.tight.slots), [max(plan.slots) for plan in one.roomier]
         (8, 5, [7, 6])
     """
 
-    def __init__(self, schedule: str, num_stages: int, num_microbatches: int, slices: int = 1) -> None:
-        self.schedule, self.plain = schedule, build(schedule, num_stages, num_microbatches, slices=slices)
+    def __init__(self, plain: Plan) -> None:
+        self.plain = plain
 
     @cached_property
     def tight(self) -> Plan | None:
@@ -51,10 +51,10 @@ class Variants:
 
     def _within(self, budgets: Iterable[int]) -> Iterator[Plan]:
         """Yield the plans with these budgets, but for those that cannot be met."""
+        plain = self.plain
         for slots in budgets:
             with suppress(PlanError):
-                plain = self.plain
-                yield build(self.schedule, plain.num_ranks, plain.num_microbatches, slots=slots, slices=plain.slices)
+                yield build(plain.name, plain.num_ranks, plain.num_microbatches, slots=slots, slices=plain.slices)
 
 
 def variants(num_stages: int, num_microbatches: int, slices: int = 1) -> tuple[Variants, ...]:
@@ -64,7 +64,7 @@ def variants(num_stages: int, num_microbatches: int, slices: int = 1) -> tuple[V
     stage learns something else, and is no choice beside the others; one that moves activations is another schedule, balanced.
 
     Example:
-        >>> [(one.schedule, plan.slots[0]) for one in variants(4, 8) for plan in one.plain_and_tight]
+        >>> [(plan.name, plan.slots[0]) for one in variants(4, 8) for plan in one.plain_and_tight]
         [('1f1b', None), ('1f1b', 3), ('gpipe', None)]
     """
     sizes = num_stages, num_microbatches
@@ -72,7 +72,7 @@ def variants(num_stages: int, num_microbatches: int, slices: int = 1) -> tuple[V
     added = [one.name for one in able if {action.op for lane in one.order(*sizes, 1) for action in lane} <= {Op.F, Op.B}]
     found: dict[object, Variants] = {}
     for schedule, k in [*((name, 1) for name in (*SCHEDULES, *added)), *[(SLICED, slices)] * (slices > 1)]:
-        one = Variants(schedule, *sizes, k)
-        if not any(one.plain.served):
-            found.setdefault(one.plain.actions, one)
+        plain = build(schedule, *sizes, slices=k)
+        if not any(plain.served):
+            found.setdefault(plain.actions, Variants(plain))
     return tuple(found.values())

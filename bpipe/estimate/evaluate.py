@@ -78,22 +78,22 @@ class Evaluator:
         if any((one.is_balanced, one.num_stages, one.recomputation) == (False, p, load.recomputation) for one in fitting):
             return False
         fewer = self.variants(p, self.many)  # more never need less
-        return any(self._candidate(each.schedule, plan, load).fits for each in fewer for plan in each.plain_and_tight)
+        return any(self._candidate(plan, load).fits for each in fewer for plan in each.plain_and_tight)
 
     def _candidates(self, p: int, load: Load) -> Iterator[Candidate]:
         """Yield each schedule plain and balanced, and with the largest budget that fits, if only balancing makes it fit."""
         for each in self.variants(p, self.batches[p] // load.microbatch_size):
             if each.plain.slices > 1 and load.recomputation == "full":  # drops keys and values that later slices read
                 continue
-            yield (plain := self._candidate(each.schedule, each.plain, load))
+            yield (plain := self._candidate(each.plain, load))
             if each.tight is not None:
-                yield (tight := self._candidate(each.schedule, each.tight, load, plain))
+                yield (tight := self._candidate(each.tight, load, plain))
                 if tight.fits and not plain.fits:
-                    roomier = (self._candidate(each.schedule, plan, load, plain) for plan in each.roomier)
+                    roomier = (self._candidate(plan, load, plain) for plan in each.roomier)
                     yield from islice((one for one in roomier if one.fits), 1)
 
-    def _candidate(self, schedule: str, plan: Plan, load: Load, plain: Candidate | None = None) -> Candidate:
-        """Simulate a plan of a schedule; `plain` is the candidate that it balances."""
+    def _candidate(self, plan: Plan, load: Load, plain: Candidate | None = None) -> Candidate:
+        """Simulate a plan; `plain` is the candidate that it balances."""
         whole, working_bytes = self._costs_of(plan.num_ranks, load), self.workload.working_bytes(load)
         costs = whole.of_slices(plan, lengths=even_shares(self.workload.attention or 0.0, plan.slices))
         timeline, ranks, aside = simulate(plan, costs), range(plan.num_ranks), max(self.reserved_bytes, working_bytes)
@@ -103,7 +103,7 @@ class Evaluator:
         pieces_s = [costs.seconds(Op.F, x, 0) / PIECES or timeline.makespan_s or 1.0 for x in ranks]
         idle = [fill_gaps(timeline, rank, piece_s, budget=there) for rank, piece_s in zip(ranks, pieces_s)]
         found = Candidate(
-            schedule=schedule,
+            schedule=plan.name,
             slots=plan.slots[0] if any(plan.served) else None,
             num_stages=plan.num_ranks,
             microbatch_size=load.microbatch_size,
