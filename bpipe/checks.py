@@ -61,10 +61,18 @@ def check_count(name: str, value: object, *, least: int = 1) -> None:
         raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}")
 
 
-def counts_in(name: str, given: object, *, such_as: Sequence[int], of_one: str = "", least: int = 1) -> list[int]:
-    """Return the whole numbers of a list, each once and in order; the error for one of them may call it `of_one`."""
-    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable) or not (listed := list(given)):
-        raise ConfigurationError(f"{name}={given!r}: give a list of whole numbers, such as {such_as}")
+def series(name: str, given: object) -> tuple[Any, ...]:
+    """Return one value or several as a tuple; raise if there is none."""
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        return (given,)
+    if not (listed := tuple(given)):
+        raise ConfigurationError(f"{name} is empty: give at least one")
+    return listed
+
+
+def counts_of(name: str, given: object, *, of_one: str = "", least: int = 1) -> list[int]:
+    """Return one whole number or several, each once and in order; the error for one of them may call it `of_one`."""
+    listed = series(name, given)
     for one in listed:
         check_count(of_one or name, one, least=least)
     return sorted(set(listed))
@@ -89,11 +97,6 @@ def check_length(name: str, values: Sequence[object], expected: int, what: str) 
         raise ConfigurationError(f"{name} has {len(values)} entries: give one number, or one for each of {expected} {what}")
 
 
-def of_each_rank(given: Any, num_ranks: int) -> tuple[Any, ...]:
-    """Return the values of a sequence, or one value as often as there are ranks."""
-    return tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * num_ranks
-
-
 def budgets_of(name: str, given: object, num_ranks: int, advice: str = "") -> tuple[int | None, ...]:
     """Return the budget of each rank, which must be None (no limit) or a whole number of at least 1.
 
@@ -103,7 +106,7 @@ def budgets_of(name: str, given: object, num_ranks: int, advice: str = "") -> tu
         num_ranks: p.
         advice: what to give instead of anything else.
     """
-    budgets = of_each_rank(given, num_ranks)
+    budgets: tuple[Any, ...] = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,) * num_ranks
     if len(budgets) != num_ranks or not all(one is None or is_count(one) for one in budgets):
         advice = advice or f"give a whole number of at least 1, or one for each of {num_ranks} ranks"
         raise ConfigurationError(f"{name}={given!r}: {advice}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bpipe.checks import budgets_of, check_choice, check_count, check_positive, check_seconds, counts_in, lookup
+from bpipe.checks import budgets_of, check_choice, check_count, check_positive, check_seconds, counts_of, lookup
 from bpipe.errors import ConfigurationError
 
 TABLE = {"gpt3-96b": 1, "llama-65b": 2}
@@ -65,12 +65,14 @@ def test_choices_are_named() -> None:
 
 
 def test_lists_of_counts() -> None:
-    assert counts_in("n", [3, 1, 3], such_as=[1]) == [1, 3]
-    for given in ("12", b"1", 4, []):
-        with pytest.raises(ConfigurationError, match=r"n=.*: give a list of whole numbers, such as \[1, 2\]$"):
-            counts_in("n", given, such_as=[1, 2])
+    assert counts_of("n", [3, 1, 3]) == [1, 3] and counts_of("n", 4) == [4] and counts_of("n", 0, least=0) == [0]
+    for given in ("12", b"1", None, [1.5], ["1"]):
+        with pytest.raises(ConfigurationError, match=r"^n=.*: give a whole number of at least 1$"):
+            counts_of("n", given)
+    with pytest.raises(ConfigurationError, match=r"^n is empty: give at least one$"):
+        counts_of("n", ())
     with pytest.raises(ConfigurationError, match=r"^size=0: "):
-        counts_in("n", [0], such_as=[1], of_one="size")
+        counts_of("n", [0], of_one="size")
 
 
 def test_budgets_of_ranks() -> None:

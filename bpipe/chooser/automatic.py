@@ -15,7 +15,7 @@ from bpipe.api.options import BALANCING, RUNNING, SEARCHING, SLICING, TO_HOST, O
 from bpipe.api.policy import Budget, Policy, Way
 from bpipe.api.schedule import Schedule, group_or_alone
 from bpipe.backward.without_loss import check_loss
-from bpipe.checks import budgets_of
+from bpipe.checks import budgets_of, counts_of
 from bpipe.chooser.chosen_plans import ChosenPlans
 from bpipe.chooser.known_costs import KnownCosts
 from bpipe.chooser.plan_choice import Choice
@@ -162,7 +162,7 @@ def auto(
             target=target,
             loss_fn=loss_fn,
             layers=layers,
-            microbatch_sizes=None if microbatch_sizes is None else advise_inputs.counts_of("microbatch_sizes", microbatch_sizes),
+            microbatch_sizes=None if microbatch_sizes is None else counts_of("microbatch_sizes", microbatch_sizes),
             device=torch.device(device),
             group=group_or_alone(group_of(group), 1),
         )
@@ -172,7 +172,7 @@ def auto(
             budgets=_numbers(memory_bytes, p),
             links=advise_inputs.links_of(None, link, cross_link, nodes, (p,), options.host_link),
             schedules=wishes.schedules,
-            stages_per_rank=advise_inputs.counts_of("stages_per_rank", stages_per_rank),
+            stages_per_rank=tuple(counts_of("stages_per_rank", stages_per_rank)),
             parts=options.parts,
             host=options.host,
             by=by,

@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from bpipe._version import __version__
 from bpipe.api.options import ASIDE, SEARCHING, TO_HOST, Options, options_for, values_of
 from bpipe.api.policy import Way
-from bpipe.checks import check_count, check_length, of_each_rank
+from bpipe.checks import budgets_of, check_count, counts_of
 from bpipe.chooser.compare_plans import choose
-from bpipe.chooser.layers_of import as_measured
+from bpipe.chooser.layers_of import MeasuredLayers, as_measured
 from bpipe.chooser.plan_choice import Choice
 from bpipe.chooser.question import ModelQuestion
 from bpipe.chooser.ways import Wishes, named_schedules
@@ -24,7 +22,7 @@ from bpipe.estimate.devices import Device
 from bpipe.estimate.execution import RECOMPUTATIONS
 from bpipe.estimate.measurement import Profile
 from bpipe.estimate.transformer import Transformer
-from bpipe.estimate.workload import Load, MeasuredWorkload, ModelWorkload, Workload
+from bpipe.estimate.workload import AS_MEASURED, Load, MeasuredWorkload, ModelWorkload
 from bpipe.partition.layers import LayerCost
 from bpipe.passes.fit import Budgets
 from bpipe.schedules import Link, names
@@ -33,11 +31,7 @@ from bpipe.whole_file import write_whole
 __all__ = ["choose_plan"]
 
 Model = str | Transformer | Profile | Sequence[Profile] | Sequence[LayerCost] | Mapping[int, Sequence[LayerCost]]
-
-JOINED = (
-    "A stage takes as long in the pipeline as it took alone, and as much memory; joined ones take both. If only one was measured, "
-    "all are like it."
-)
+AnyWorkload = ModelWorkload | MeasuredWorkload | MeasuredLayers
 
 ASSUMPTIONS = (
     "Transfers take turns on a link, at full bandwidth, and do not slow computations down; reducing "
@@ -126,69 +120,48 @@ def choose_plan(
     wishes = Wishes(schedules=named_schedules(schedules), by=by, **values_of(options, SEARCHING))
     found = advise_inputs.device_of(device)
     links = advise_inputs.links_of(found, link, cross_link, nodes, (num_ranks,), options.host_link)
-    by_formulas = partial(
-        advise_inputs.workload_of,
-        device=found,
-        sequence=sequence,
-        attention=attention,
-        precision=precision,
-        tensor_parallel=tensor_parallel,
-        sequence_parallel=sequence_parallel,
-        recomputations=recomputations,
-        efficiency=efficiency,
-        bytes_per_parameter=options.bytes_per_parameter,
-    )
-    asked = None if microbatch_sizes is None else advise_inputs.counts_of("microbatch_sizes", microbatch_sizes)
-    considered = _considered(model, by_formulas, options.bytes_per_parameter, asked, batch, num_ranks)
+    workload: AnyWorkload
+    if isinstance(model, (str, Transformer)) or advise_inputs.profiles_in(model):
+        workload = advise_inputs.workload_of(
+            model,
+            found,
+            num_ranks,
+            sequence=sequence,
+            attention=attention,
+            precision=precision,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            recomputations=recomputations,
+            efficiency=efficiency,
+            bytes_per_parameter=options.bytes_per_parameter,
+        )
+    else:
+        workload = as_measured(model)
     question = ModelQuestion(
-        model=considered.workload,
-        loads=considered.loads,
+        model=workload,
+        loads=_loads(workload, microbatch_sizes, batch, num_ranks),
         num_ranks=num_ranks,
         batch=batch,
         budgets=_budgets(found, memory_bytes, options.reserve_bytes, num_ranks),
         links=links,
         schedules=wishes.schedules,
-        stages_per_rank=advise_inputs.counts_of("stages_per_rank", stages_per_rank),
-        slices=advise_inputs.counts_of("slices", slices),
+        stages_per_rank=tuple(counts_of("stages_per_rank", stages_per_rank)),
+        slices=tuple(counts_of("slices", slices)),
         parts=options.parts,
         host=options.host,
         by=by,
     )
     answer = _cached(question, wishes, None if cache is None else Path(cache), options.progress)
-    return replace(answer, assumptions=(*considered.assumptions, *ASSUMPTIONS), to_measure=considered.to_measure)
+    to_measure = MEASURE if isinstance(workload, ModelWorkload) else MEASURE[1:]
+    return replace(answer, assumptions=(*workload.assumptions, *ASSUMPTIONS), to_measure=to_measure)
 
 
-class Considered(NamedTuple):
-    """A model, the loads to choose from, and what is said of them."""
-
-    workload: Workload
-    loads: tuple[Load, ...]
-    assumptions: Sequence[str]
-    to_measure: tuple[str, ...] = MEASURE[1:]
-
-
-def _considered(
-    model: Any,
-    by_formulas: Callable[[str | Transformer], ModelWorkload],
-    bytes_per_parameter: float | None,
-    asked: Sequence[int] | None,
-    batch: int,
-    num_ranks: int,
-) -> Considered:
-    """Return the model by formulas, by profiles of its stages, or by its measured layers, with the microbatch sizes to try."""
-    if isinstance(model, (str, Transformer)):
-        workload = by_formulas(model)
-        sizes = advise_inputs.sizes_of(asked, batch, workload.microbatch_sizes)
-        if asked is None and workload.microbatch_sizes is None:
-            sizes = [size for size in sizes if batch // size >= num_ranks] or sizes[:1]
-        loads = (Load(size, "" if how == "none" else how) for size in sizes for how in workload.recomputations)
-        return Considered(workload, tuple(loads), workload.assumptions, MEASURE)
-    if profiles := advise_inputs.profiles_in(model):
-        measured = MeasuredWorkload(profiles=profiles, num_stages=num_ranks, bytes_per_parameter=bytes_per_parameter)
-        sizes = advise_inputs.sizes_of(asked, batch, measured.microbatch_sizes)
-        return Considered(measured, tuple(map(Load, sizes)), (JOINED,))
-    layers = as_measured(model, asked, batch)
-    return Considered(layers, tuple(layers.of_load), layers.assumptions)
+def _loads(workload: AnyWorkload, microbatch_sizes: Sequence[int] | None, batch: int, num_ranks: int) -> tuple[Load, ...]:
+    """Return what a microbatch may be; where any size may be tried, those that make fewer microbatches than ranks are not."""
+    sizes = advise_inputs.sizes_of(microbatch_sizes, batch, workload.microbatch_sizes)
+    if microbatch_sizes is None and workload.microbatch_sizes is None:
+        sizes = [size for size in sizes if batch // size >= num_ranks] or sizes[:1]
+    return tuple(Load(size, "" if how in ("none", AS_MEASURED) else how) for size in sizes for how in workload.recomputations)
 
 
 def _cached(question: ModelQuestion, wishes: Wishes, cache: Path | None, progress: Callable[[int, int], None] | None) -> Choice:
@@ -210,7 +183,6 @@ def _cached(question: ModelQuestion, wishes: Wishes, cache: Path | None, progres
 def _budgets(
     device: Device | None, memory_bytes: int | Sequence[int | None] | None, reserve_bytes: int | None, num_ranks: int
 ) -> Budgets:
-    given = of_each_rank(device.memory_bytes if memory_bytes is None and device is not None else memory_bytes, num_ranks)
-    check_length("memory_bytes", given, num_ranks, "ranks")
-    of_each = [None if one is None else advise_inputs.memory_of(device, one, reserve_bytes) for one in given]
-    return tuple(None if one is None else one[0] - one[1] for one in of_each)
+    given = device.memory_bytes if memory_bytes is None and device is not None else memory_bytes
+    of_each = budgets_of("memory_bytes", given, num_ranks)
+    return tuple(None if one is None else one - advise_inputs.reserved_of(one, reserve_bytes) for one in of_each)

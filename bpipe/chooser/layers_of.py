@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from bpipe.checks import is_count
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.workload import Load, Workload
+from bpipe.estimate.workload import AS_MEASURED, Load, Workload
 from bpipe.partition.layers import LayerCost
 
 __all__: list[str] = []
@@ -23,16 +23,21 @@ class MeasuredLayers(Workload):
 
     of_load: Mapping[Load, tuple[LayerCost, ...]]
     assumptions: tuple[str, ...] = ()
+    recomputations: ClassVar[Sequence[str]] = (AS_MEASURED,)
+
+    @property
+    def microbatch_sizes(self) -> Sequence[int]:
+        return sorted(load.microbatch_size for load in self.of_load)
 
     def layers(self, load: Load) -> tuple[LayerCost, ...]:
         return self.of_load[load]
 
 
-def as_measured(layers: Any, sizes: Sequence[int] | None, batch: int) -> MeasuredLayers:
+def as_measured(layers: Any) -> MeasuredLayers:
     """Return measured layers, of each microbatch size or of one row.
 
     Raises:
-        ConfigurationError: they are not layers, differ in number, or no size divides the batch.
+        ConfigurationError: they are not layers, or differ in number.
     """
     given = layers if isinstance(layers, Mapping) else {1: layers}
     found = {}
@@ -43,14 +48,7 @@ def as_measured(layers: Any, sizes: Sequence[int] | None, batch: int) -> Measure
             raise ConfigurationError(
                 f"layers of microbatch size {size}: give LayerCosts, as bpipe.measure_layers(model, example) returns them"
             )
-        if batch % size == 0 and (sizes is None or size in sizes):
-            found[Load(size)] = tuple(some)
-    if not found:
-        wanted = "" if sizes is None else f", and is among microbatch_sizes={list(sizes)}"
-        raise ConfigurationError(
-            f"none of the microbatch sizes {sorted(given)} of the layers divides a batch of {batch}{wanted}: measure them at one "
-            "that does"
-        )
+        found[Load(size)] = tuple(some)
     if len({tuple(one.names for one in some) for some in found.values()}) > 1:
         raise ConfigurationError("layers of different microbatch sizes have different names: measure the same layers at each")
     return MeasuredLayers(of_load=found, assumptions=(ALONE,) if given is layers else (ALONE, ONE_ROW))

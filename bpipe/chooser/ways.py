@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from typing import get_args
 
 from bpipe.api import policy
-from bpipe.checks import check_choice, check_count
+from bpipe.checks import check_choice
 from bpipe.chooser.question import Question, StageLayout, is_placed_as
 from bpipe.chooser.reasons import Spent
 from bpipe.errors import ConfigurationError
@@ -31,7 +31,7 @@ class Wishes:
     """What the user allows, and how hard to search. All ranks have the same.
 
     Raises:
-        ConfigurationError: an unknown way to keep the memory, or an effort below 0.
+        ConfigurationError: an unknown way to keep the memory.
     """
 
     schedules: tuple[str, ...] | None  # of `named_schedules`
@@ -41,7 +41,6 @@ class Wishes:
 
     def __post_init__(self) -> None:
         check_choice("by", self.by, get_args(policy.Way))
-        check_count("effort", self.effort, least=0)
 
 
 class Way:

@@ -25,8 +25,7 @@ class Candidate:
 
     Args:
         schedule: its name for `bpipe.schedules.build`.
-        destination: where evicted activations go: "pair", or "" where none are evicted.
-        slots: the budget in microbatches, or in slices, to build it with, if it is balanced.
+        slots: the budget in microbatches, or in slices, to build it with, if it is balanced; None if it is not.
         num_stages: p.
         microbatch_size: b, in sequences.
         num_microbatches: m.
@@ -56,7 +55,6 @@ class Candidate:
     """
 
     schedule: str
-    destination: str
     slots: int | None
     num_stages: int
     microbatch_size: int
@@ -86,7 +84,7 @@ class Candidate:
     @property
     def is_balanced(self) -> bool:
         """Whether activations move."""
-        return bool(self.destination)
+        return self.slots is not None
 
     @property
     def label(self) -> str:

@@ -1,13 +1,13 @@
-"""Convert the arguments of `advise` into what it works with. Every refusal that needs no simulation happens here."""
+"""Convert the arguments of `advise` and `choose_plan` into what they work with. Every refusal that needs no simulation is here."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
 
-from bpipe.checks import check_count, check_positive, lookup
+from bpipe.checks import check_count, check_positive, counts_of, lookup, series
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.devices import Device, device_named, is_named, link_named
 from bpipe.estimate.execution import RECOMPUTATIONS, Execution
@@ -15,24 +15,64 @@ from bpipe.estimate.measurement import Profile
 from bpipe.estimate.models import model_named
 from bpipe.estimate.state_bytes import DEFAULT_BYTES_PER_PARAMETER
 from bpipe.estimate.transformer import Transformer
-from bpipe.estimate.workload import Links, ModelWorkload
+from bpipe.estimate.workload import Links, MeasuredWorkload, ModelWorkload
 from bpipe.simulator.costs import Link
 
 __all__: list[str] = []
 
 RESERVED_SHARE = 0.05  # 4 of 80 GiB: CUDA's context, communication buffers, fragmentation, gradients of activations
+USUAL = {"attention": "flash", "precision": "bf16"}
 
 LinkArgument = str | float | Link | None
 
 
 def device_of(device: str | Device | None) -> Device | None:
     """Look up a device by name; return a `Device` or None unchanged."""
-    if device is None or isinstance(device, Device):
-        return device
-    return device_named(device)
+    return device if device is None or isinstance(device, Device) else device_named(device)
 
 
-def computing(device: Device | None, precision: str) -> Device:
+def profiles_in(model: object) -> tuple[Profile, ...]:
+    """Return the profiles, if profiles were given, else an empty tuple."""
+    given = tuple(model) if isinstance(model, (list, tuple)) else (model,)
+    return given if all(isinstance(one, Profile) for one in given) else ()
+
+
+def workload_of(
+    model: object,
+    device: Device | None,
+    num_stages: int,
+    *,
+    sequence: int | None,
+    recomputations: object,
+    efficiency: float | Mapping[int, float] | None,
+    bytes_per_parameter: float | None,
+    layers: object = None,
+    **execution: Any,
+) -> ModelWorkload | MeasuredWorkload:
+    """Return stages as they were measured, or a model by formulas; further arguments are those of `Execution`."""
+    if profiles := profiles_in(model):
+        changed = {name: execution[name] for name, usual in USUAL.items() if execution[name] != usual}
+        for name, value in {"efficiency": efficiency, "layers": layers, "sequence": sequence, **changed}.items():
+            if value is not None:
+                raise ConfigurationError(f"{name}= says how to calculate a model, and these stages were measured: leave it out")
+        return MeasuredWorkload(profiles=profiles, num_stages=num_stages, bytes_per_parameter=bytes_per_parameter)
+    if not isinstance(model, (str, Transformer)):
+        raise ConfigurationError(
+            f"model= is of type {type(model).__qualname__}: give a name, a bpipe.estimate.Transformer, or a result of bpipe.profile"
+        )
+    how, whole = Execution(**execution), model_named(model) if isinstance(model, str) else model
+    return ModelWorkload(
+        model=whole if sequence is None else replace(whole, sequence=sequence),
+        execution=how,
+        recomputations=_recomputations(recomputations, how.attention),
+        device=_computing(device, how.precision),
+        efficiency=None if efficiency is None else _efficiency(efficiency),
+        bytes_per_parameter=bytes_per_parameter or DEFAULT_BYTES_PER_PARAMETER,
+        layers_by_stage=None if layers is None else series("layers", layers),
+    )
+
+
+def _computing(device: Device | None, precision: str) -> Device:
     """Return the device; raise unless its peak is known, and is one of that precision."""
     if device is None:
         raise ConfigurationError("how fast is a device? Give device= (such as 'a100-80gb'), or a bpipe.estimate.Device")
@@ -43,116 +83,7 @@ def computing(device: Device | None, precision: str) -> Device:
     return device
 
 
-def transformer_of(model: object) -> Transformer:
-    """Look up a model by name; return a `Transformer` unchanged."""
-    if isinstance(model, Transformer):
-        return model
-    if isinstance(model, str):
-        return model_named(model)
-    raise ConfigurationError(
-        f"model= is of type {type(model).__qualname__}: give a name, a bpipe.estimate.Transformer, or a result of bpipe.profile"
-    )
-
-
-def workload_of(
-    model: object,
-    device: Device | None,
-    *,
-    sequence: int | None,
-    recomputations: object,
-    efficiency: float | Mapping[int, float] | None,
-    bytes_per_parameter: float | None,
-    layers: object = None,
-    **execution: Any,
-) -> ModelWorkload:
-    """Return a model by formulas, as `advise` describes it; further arguments are those of `Execution`."""
-    how, whole = Execution(**execution), transformer_of(model)
-    return ModelWorkload(
-        model=whole if sequence is None else replace(whole, sequence=sequence),
-        execution=how,
-        recomputations=recomputations_of(recomputations, how.attention),
-        device=computing(device, how.precision),
-        efficiency=None if efficiency is None else efficiency_of(efficiency),
-        bytes_per_parameter=bytes_per_parameter or DEFAULT_BYTES_PER_PARAMETER,
-        layers_by_stage=None if layers is None else series("layers", layers),
-    )
-
-
-def profiles_in(model: object) -> tuple[Profile, ...]:
-    """Return the profiles, if profiles were given, else an empty tuple."""
-    if isinstance(model, Profile):
-        return (model,)
-    if isinstance(model, (list, tuple)) and model and all(isinstance(one, Profile) for one in model):
-        return tuple(model)
-    return ()
-
-
-def refuse_for_profiles(**given: object) -> None:
-    """Raise if an argument was given that a measurement has already decided."""
-    for name, value in given.items():
-        if value is not None:
-            raise ConfigurationError(f"{name}= says how to calculate a model, and these stages were measured: leave it out")
-
-
-def memory_of(device: Device | None, memory_bytes: int | None, reserve_bytes: int | None) -> tuple[int, int]:
-    """Return the bytes of a device, and how many of them are set aside."""
-    memory = device.memory_bytes if memory_bytes is None and device is not None else memory_bytes
-    if memory is None:
-        raise ConfigurationError("how much memory has a device? Give device= (such as 'a100-80gb') or memory_bytes=")
-    check_count("memory_bytes", memory)
-    reserved = round(RESERVED_SHARE * memory) if reserve_bytes is None else reserve_bytes
-    check_count("reserve_bytes", reserved, least=0)
-    if reserved >= memory:
-        raise ConfigurationError(f"reserve_bytes={reserved} leaves nothing of memory_bytes={memory}")
-    return memory, reserved
-
-
-def links_of(
-    device: Device | None,
-    link: LinkArgument,
-    cross_link: LinkArgument,
-    nodes: object,
-    stages: Sequence[int],
-    host_link: LinkArgument = None,
-) -> Links:
-    """Make the links from names or numbers, or else from the device's own."""
-    default = inf if device is None else device.link_bytes_per_s
-    across = None if cross_link is None else link_of("cross_link", cross_link, default)
-    if across is not None and nodes is None:
-        raise ConfigurationError(
-            "cross_link= needs nodes=: which ranks does it join? Give the node of each rank, such as "
-            "nodes=[0, 0, 1, 1, 1, 1, 0, 0] for 8 stages on 2 nodes with the ranks of a pair, x and p-1-x, on one"
-        )
-    return Links(
-        link=link_of("link", link, default),
-        cross_link=across,
-        nodes=None if nodes is None else _nodes_of(nodes, stages),
-        host_link=None if host_link is None else link_of("host_link", host_link),
-    )
-
-
-def _nodes_of(nodes: object, stages: Sequence[int]) -> tuple[int, ...]:
-    listed = series("nodes", nodes)
-    for p in stages:
-        if len(listed) != p:
-            raise ConfigurationError(f"nodes has {len(listed)} entries: give one for each of {p} ranks, and one number of stages")
-    return counts_of("nodes", listed, least=0)
-
-
-def link_of(name: str, link: LinkArgument, default: float = inf) -> Link:
-    """Make a link from a name or a number; the default is the bandwidth of None."""
-    if isinstance(link, Link):
-        return link
-    if link is None:
-        return Link(bytes_per_s=default)
-    if isinstance(link, str):
-        return Link(bytes_per_s=link_named(link))
-    if link != inf:
-        check_positive(name, link)
-    return Link(bytes_per_s=link)
-
-
-def efficiency_of(efficiency: float | Mapping[int, float]) -> float | Mapping[int, float]:
+def _efficiency(efficiency: float | Mapping[int, float]) -> float | Mapping[int, float]:
     """Check a share of the peak, or one for each microbatch size, and return it."""
     if isinstance(efficiency, Mapping):
         if not efficiency:
@@ -165,7 +96,7 @@ def efficiency_of(efficiency: float | Mapping[int, float]) -> float | Mapping[in
     return efficiency
 
 
-def recomputations_of(recomputations: object, attention: str) -> tuple[str, ...]:
+def _recomputations(recomputations: object, attention: str) -> tuple[str, ...]:
     """Return the ways to recompute, least first; "selective" is "none" with fused attention, which has no core to recompute."""
     given = series("recomputations", recomputations)
     named = [lookup("recomputation", name, {one: one for one in RECOMPUTATIONS}) for name in given]
@@ -173,16 +104,76 @@ def recomputations_of(recomputations: object, attention: str) -> tuple[str, ...]
     return tuple(name for name in RECOMPUTATIONS if name in kept)
 
 
-def stages_of(num_stages: object, num_profiles: int) -> tuple[int, ...]:
+def memory_of(device: Device | None, memory_bytes: int | None) -> int:
+    """Return the bytes of a device."""
+    memory = device.memory_bytes if memory_bytes is None and device is not None else memory_bytes
+    if memory is None:
+        raise ConfigurationError("how much memory has a device? Give device= (such as 'a100-80gb') or memory_bytes=")
+    check_count("memory_bytes", memory)
+    return memory
+
+
+def reserved_of(memory_bytes: int, reserve_bytes: int | None) -> int:
+    """Return how many bytes of a device are set aside."""
+    reserved = round(RESERVED_SHARE * memory_bytes) if reserve_bytes is None else reserve_bytes
+    if reserved >= memory_bytes:
+        raise ConfigurationError(f"reserve_bytes={reserved} leaves nothing of memory_bytes={memory_bytes}")
+    return reserved
+
+
+def links_of(
+    device: Device | None,
+    link: LinkArgument,
+    cross_link: LinkArgument,
+    nodes: object,
+    stages: Sequence[int],
+    host_link: LinkArgument = None,
+) -> Links:
+    """Make the links from names or numbers, or else from the device's own."""
+    default = inf if device is None else device.link_bytes_per_s
+    across = None if cross_link is None else _link("cross_link", cross_link)
+    if across is not None and nodes is None:
+        raise ConfigurationError(
+            "cross_link= needs nodes=: which ranks does it join? Give the node of each rank, such as "
+            "nodes=[0, 0, 1, 1, 1, 1, 0, 0] for 8 stages on 2 nodes with the ranks of a pair, x and p-1-x, on one"
+        )
+    return Links(
+        link=Link(bytes_per_s=default) if link is None else _link("link", link),
+        cross_link=across,
+        nodes=None if nodes is None else _nodes(series("nodes", nodes), stages),
+        host_link=None if host_link is None else _link("host_link", host_link),
+    )
+
+
+def _nodes(nodes: tuple[Any, ...], stages: Sequence[int]) -> tuple[int, ...]:
+    for p in stages:
+        if len(nodes) != p:
+            raise ConfigurationError(f"nodes has {len(nodes)} entries: give one for each of {p} ranks, and one number of stages")
+    for node in nodes:
+        check_count("nodes", node, least=0)
+    return nodes
+
+
+def _link(name: str, link: str | float | Link) -> Link:
+    """Make a link from a name or a number."""
+    if isinstance(link, Link):
+        return link
+    if isinstance(link, str):
+        return Link(bytes_per_s=link_named(link))
+    if link != inf:
+        check_positive(name, link)
+    return Link(bytes_per_s=link)
+
+
+def stages_of(num_stages: object, num_profiles: int) -> list[int]:
     """Return the numbers of stages to compare, in increasing order."""
     if num_stages is None and num_profiles < 2:
         raise ConfigurationError("into how many stages? Give num_stages=, one number or several to compare")
-    stages = (num_profiles,) if num_stages is None else series("num_stages", num_stages)
+    stages = counts_of("num_stages", num_profiles if num_stages is None else num_stages)
     for p in stages:
-        check_count("num_stages", p)
         if num_profiles > 1 and p != num_profiles:
             raise ConfigurationError(f"{num_profiles} profiles for {p} stages: give one for each stage, or one for all")
-    return tuple(sorted(set(stages)))
+    return stages
 
 
 def batches_of(batch: int, stages: Sequence[int], tensor_parallel: int, num_devices: int | None) -> dict[int, int]:
@@ -210,29 +201,10 @@ def sizes_of(given: object, batch: int, known: Sequence[int] | None) -> list[int
         if not divisors:
             raise ConfigurationError(f"none of the microbatch sizes {list(known or ())} divides a batch of {batch} sequences")
         return divisors if known else [size for size in divisors if size < batch] or divisors
-    sizes = series("microbatch_sizes", given)
+    sizes = counts_of("microbatch_sizes", given, of_one="microbatch size")
     for size in sizes:
-        check_count("microbatch size", size)
         if batch % size:
             raise ConfigurationError(f"a batch of {batch} sequences of one pipeline does not divide into microbatches of {size}")
         if known is not None and size not in known:
             raise ConfigurationError(f"nothing is known about microbatch size {size}, only about {', '.join(map(str, known))}")
-    return sorted(set(sizes))
-
-
-def counts_of(name: str, numbers: object, *, least: int = 1) -> tuple[int, ...]:
-    """Return one whole number or several as a tuple; raise if one is below `least`."""
-    counts = series(name, numbers)
-    for one in counts:
-        check_count(name, one, least=least)
-    return counts
-
-
-def series(name: str, value: object) -> tuple[Any, ...]:
-    """Return one value or several as a tuple."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        return (value,)
-    listed = tuple(value)
-    if not listed:
-        raise ConfigurationError(f"{name} is empty: give at least one")
-    return listed
+    return sizes

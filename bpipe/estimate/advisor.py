@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import isfinite
+from math import isfinite, isinf
 
 from bpipe.api.options import ASIDE, Options, options_for
 from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import advise_inputs, huang, words
 from bpipe.estimate.advice import Advice, Candidate, gb_per_s, gib
-from bpipe.estimate.candidates import SCHEDULES, SLICED
+from bpipe.estimate.candidates import SCHEDULES
 from bpipe.estimate.decision import verdict_on
 from bpipe.estimate.devices import Device
-from bpipe.estimate.evaluate import Evaluator, finite
+from bpipe.estimate.evaluate import Evaluator
 from bpipe.estimate.execution import RECOMPUTATIONS
-from bpipe.estimate.long_contexts import NOTICED, V_SHAPES, slowed, too_long
+from bpipe.estimate.long_contexts import NOTICED, SLICED, V_SHAPES, slowed, too_long
 from bpipe.estimate.measurement import Profile
 from bpipe.estimate.square_cube import say_from_where
 from bpipe.estimate.stages import split_layers
 from bpipe.estimate.transformer import Transformer
-from bpipe.estimate.workload import MeasuredWorkload, ModelWorkload
+from bpipe.estimate.workload import ModelWorkload
 
 __all__ = ["advise"]
 
@@ -109,35 +109,30 @@ def advise(
     if slices > 1 and attention != "flash":
         raise ConfigurationError(f"slices={slices} with attention={attention!r}: slices are estimated for attention='flash' only")
     options = options_for("advise", options, (*ASIDE, "progress"))
-    found, profiles = advise_inputs.device_of(device), advise_inputs.profiles_in(model)
-    stages = advise_inputs.stages_of(num_stages, len(profiles))
-    memory, reserved = advise_inputs.memory_of(found, memory_bytes, options.reserve_bytes)
+    found, stages = advise_inputs.device_of(device), advise_inputs.stages_of(num_stages, len(advise_inputs.profiles_in(model)))
+    memory = advise_inputs.memory_of(found, memory_bytes)
     links = advise_inputs.links_of(found, link, cross_link, nodes, stages)
-    workload: ModelWorkload | MeasuredWorkload
-    if profiles:
-        said = {"attention": attention, "precision": precision} if (attention, precision) != ("flash", "bf16") else {}
-        advise_inputs.refuse_for_profiles(efficiency=efficiency, layers=layers, sequence=sequence, **said)
-        workload = MeasuredWorkload(profiles=profiles, num_stages=max(stages), bytes_per_parameter=options.bytes_per_parameter)
-    else:
-        workload = advise_inputs.workload_of(
-            model,
-            found,
-            sequence=sequence,
-            attention=attention,
-            precision=precision,
-            tensor_parallel=tensor_parallel,
-            sequence_parallel=sequence_parallel,
-            recomputations=recomputations,
-            efficiency=efficiency,
-            bytes_per_parameter=options.bytes_per_parameter,
-            layers=layers,
-        )
+    workload = advise_inputs.workload_of(
+        model,
+        found,
+        max(stages),
+        sequence=sequence,
+        attention=attention,
+        precision=precision,
+        tensor_parallel=tensor_parallel,
+        sequence_parallel=sequence_parallel,
+        recomputations=recomputations,
+        efficiency=efficiency,
+        bytes_per_parameter=options.bytes_per_parameter,
+        layers=layers,
+    )
     batches = advise_inputs.batches_of(batch, stages, tensor_parallel, num_devices)
     sizes = {p: advise_inputs.sizes_of(microbatch_sizes, batches[p], workload.microbatch_sizes) for p in stages}
     many = MOST_MICROBATCHES if microbatch_sizes is None and workload.microbatch_sizes is None else batch
-    evaluator = Evaluator(workload, links, batch, batches, memory, reserved, many, slices)
+    reserved = advise_inputs.reserved_of(memory, options.reserve_bytes)
+    evaluator = Evaluator(workload, links, batch, batches, sizes, memory, reserved, many, slices)
     title = _title(evaluator, "" if found is None else f" on {found.name}", tensor_parallel)
-    return _advice(title, evaluator, evaluator.ranked(sizes, options.progress), says_messages=link is not None)
+    return _advice(title, evaluator, evaluator.ranked(options.progress), says_messages=link is not None)
 
 
 def _title(evaluator: Evaluator, on: str, tensor_parallel: int) -> str:
@@ -154,7 +149,7 @@ def _title(evaluator: Evaluator, on: str, tensor_parallel: int) -> str:
 def _advice(title: str, evaluator: Evaluator, candidates: tuple[Candidate, ...], *, says_messages: bool) -> Advice:
     """Judge the ranked candidates, and put the advice together."""
     messages = _messages(evaluator) if says_messages else []
-    workload, verdict = evaluator.workload, verdict_on(candidates, evaluator)
+    workload, link_bytes_per_s, verdict = evaluator.workload, evaluator.links.link.bytes_per_s, verdict_on(candidates, evaluator)
     caveat = "" if verdict.decision == "nothing fits" else workload.caveat
     return Advice(
         title=title,
@@ -165,7 +160,7 @@ def _advice(title: str, evaluator: Evaluator, candidates: tuple[Candidate, ...],
         estimate=verdict.estimate,
         memory_bytes=evaluator.memory_bytes,
         reserved_bytes=evaluator.reserved_bytes,
-        link_bytes_per_s=finite(evaluator.links.link.bytes_per_s),
+        link_bytes_per_s=None if isinf(link_bytes_per_s) else link_bytes_per_s,
         assumptions=(*workload.assumptions, *ASSUMPTIONS, *_ranked_too(candidates)),
     )
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from bpipe.torch_private.owners_and_versions import address_of, hooks_on
 __all__: list[str] = []
 
 Loss = Callable[[Any, Any], torch.Tensor]
+Measured = Callable[[Callable[[], Any]], tuple[Any, float]]  # runs something, and returns its result and its seconds
 
 
 @dataclass
@@ -109,33 +111,22 @@ class Bench:
 
     def timed(self, size: int) -> tuple[float, float]:
         """Return the seconds of a forward and of its backward."""
-        args, target, box = self._inputs(size)
-        non_activations = self._non_activations((), None)
-        start = self.now()
-        ran = self._forward(args, target, box, non_activations, None)
-        del args
-        middle = self.now()
-        self._backward(ran)
-        return middle - start, self.now() - middle if self.has_backward else 0.0
+        ran, forward_s = self.measured(self._ready(size))
+        return forward_s, self.measured(lambda: self._backward(ran))[1] if self.has_backward else 0.0
 
     def timed_halves(self, size: int) -> tuple[float, float]:
         """Return the seconds of both halves of a split backward; the first one of a stage with hooks is not split, as in a step."""
+        return halves_s(self.module, lambda: self._ready(size)(), self.measured, self.silent)
 
-        def run() -> Forward:
-            args, target, box = self._inputs(size)
-            return self._forward(args, target, box, self._non_activations((), None), None)
+    @property
+    def measured(self) -> Measured:
+        """What runs something, and returns its result and its seconds until all that it queued on the device has run."""
+        return clock([self.device])
 
-        return halves_s(self.module, run, self._measured, self.silent)
-
-    def _measured(self, work: Callable[[], Any]) -> tuple[Any, float]:
-        start = self.now()
-        result = work()
-        return result, self.now() - start
-
-    def now(self) -> float:
-        """Return the time when all that was queued on the device has run."""
-        synchronize(self.device)
-        return time.perf_counter()
+    def _ready(self, size: int) -> Callable[[], Forward]:
+        """Return a forward whose inputs are there."""
+        args, target, box = self._inputs(size)
+        return partial(self._forward, args, target, box, self._non_activations((), None), None)
 
     def _inputs(self, size: int) -> tuple[tuple[Any, ...], Any, InputGrads]:
         """Make the arguments in memory of their own and, except on the first stage, as if they had come from another stage."""
@@ -195,9 +186,23 @@ class Bench:
         ran.edges.clear()
 
 
-def halves_s(
-    module: torch.nn.Module, run: Callable[[], Forward], measured: Callable[[Callable[[], Any]], tuple[Any, float]], silent: Silent
-) -> tuple[float, float]:
+def clock(devices: Iterable[torch.device]) -> Measured:
+    """Measure the seconds that work on some devices takes."""
+
+    def now() -> float:
+        for device in devices:
+            synchronize(device)
+        return time.perf_counter()
+
+    def measured(work: Callable[[], Any]) -> tuple[Any, float]:
+        start = now()
+        result = work()
+        return result, now() - start
+
+    return measured
+
+
+def halves_s(module: torch.nn.Module, run: Callable[[], Forward], measured: Measured, silent: Silent) -> tuple[float, float]:
     """Return the seconds of both halves of a split backward of a module, as a step runs them.
 
     Args:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from math import inf
+from typing import NamedTuple
 
 from bpipe.estimate import words
 from bpipe.estimate.advice import Candidate, best_of
@@ -18,8 +18,7 @@ FIRST_BYTES_PER_S, MOST_BYTES_PER_S = 1e9, 1e16
 SMALLEST_GAIN = 0.01  # a step's difference below this counts as none: the model is no more accurate than that
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The verdict's part of `Advice`."""
 
     decision: str
@@ -34,31 +33,25 @@ def verdict_on(candidates: Sequence[Candidate], evaluator: Evaluator) -> Verdict
     if best is None or max(best.idle_s) == 0:
         return verdict
     others = [one for one in _alike(candidates, best)[1:] if one.fits and one.schedule == best.schedule]
-    return replace(verdict, text=f"{verdict.text}\n{words.idle(best, next(iter(others), None))}")
+    return verdict._replace(text=f"{verdict.text}\n{words.idle(best, next(iter(others), None))}")
 
 
 def _decided(candidates: Sequence[Candidate], evaluator: Evaluator) -> Verdict:
     plain, balanced = [[one for one in candidates if one.fits and one.is_balanced is which] for which in (False, True)]
     if not plain and not balanced:
-        return Verdict(decision="nothing fits", text=words.nothing_fits(candidates))
+        return Verdict("nothing fits", words.nothing_fits(candidates))
     if not any(one.is_balanced for one in candidates):
-        return Verdict(decision="nothing to balance", text=words.nothing_to_balance(candidates, plain[0]))
+        return Verdict("nothing to balance", words.nothing_to_balance(candidates, plain[0]))
     if not plain:
-        return Verdict(decision="balance", text=words.only_balanced(balanced[0], evaluator.link_bytes_per_s))
+        return Verdict("balance", words.only_balanced(balanced[0], evaluator.links.bytes_per_s))
     if balanced and balanced[0].gain_over(plain[0]) > SMALLEST_GAIN:
-        return _balance(plain, _alike(balanced, balanced[0]), evaluator)
+        even = _breaks_even(evaluator, plain[:1], _alike(balanced, balanced[0]))
+        return _verdict("balance", words.balance(plain[0], balanced[0], even), plain, balanced[0], evaluator, even)
     fits_plain = set(map(_microbatches, plain))
     unlocked = [one for one in balanced if _microbatches(one) not in fits_plain]
     if not unlocked:
-        return Verdict(decision="no need", text=words.not_needed(plain))
+        return Verdict("no need", words.not_needed(plain))
     return _dont(plain, _alike(unlocked, _fastest(evaluator, unlocked, inf)[0]), evaluator)
-
-
-def _balance(plain: Sequence[Candidate], balanced: Sequence[Candidate], evaluator: Evaluator) -> Verdict:
-    """Advise to balance: the first balanced candidate is faster over the given link; the others run the same microbatches."""
-    even = _breaks_even(evaluator, plain[:1], balanced)
-    first = words.balance(plain[0], balanced[0], even)
-    return _verdict("balance", first, plain, balanced[0], evaluator, even)
 
 
 def _dont(plain: Sequence[Candidate], balanced: Sequence[Candidate], evaluator: Evaluator) -> Verdict:
@@ -69,7 +62,7 @@ def _dont(plain: Sequence[Candidate], balanced: Sequence[Candidate], evaluator: 
         even = _breaks_even(evaluator, [plain[0], *[rival] * (rival is not plain[0])], balanced)
     first = words.dont(plain[0], balanced[0])
     if even is not None:
-        first = words.slow_link(plain[0], balanced[0], evaluator.link_bytes_per_s, ideal_gain, even)
+        first = words.slow_link(plain[0], balanced[0], evaluator.links.bytes_per_s, ideal_gain, even)
     return _verdict("don't", first, plain, balanced[0], evaluator, even)
 
 
@@ -79,8 +72,8 @@ def _verdict(
     before = best_of([one for one in plain if (one.num_stages, one.schedule) == (balanced.num_stages, balanced.schedule)])
     estimate = None if before is None or balanced.slices > 1 else balanced.estimate_over(before)
     pays = words.pays_from(plain[0], balanced, evaluator.workload.share)
-    lines = [first, pays, words.numbers(plain, balanced, estimate), words.link(balanced, evaluator.link_bytes_per_s)]
-    return Verdict(decision=decision, text="\n".join(filter(None, lines)), estimate=estimate, breaks_even_bytes_per_s=even)
+    lines = [first, pays, words.numbers(plain, balanced, estimate), words.link(balanced, evaluator.links.bytes_per_s)]
+    return Verdict(decision, "\n".join(filter(None, lines)), estimate, even)
 
 
 def _microbatches(one: Candidate) -> tuple[int, int, int, str]:

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bpipe.checks import check_count
-from bpipe.errors import ConfigurationError
-
 __all__ = ["ASSUMPTIONS", "Estimate", "estimate"]
 
 ASSUMPTIONS = (
@@ -32,7 +29,6 @@ class Estimate:
         stage_ratio: how much faster a stage runs a sequence.
         bubble_factor: what the bubble leaves of the speed.
         speed_up: E4, their product.
-        assumptions: in words.
 
     Example:
         >>> from bpipe import advise
@@ -49,7 +45,6 @@ class Estimate:
     stage_ratio: float
     bubble_factor: float
     speed_up: float
-    assumptions: str
 
     def __str__(self) -> str:
         steps = f"a step of {self.step_s[0]:.4g} s becomes one of {self.step_s[1]:.4g} s"
@@ -76,24 +71,15 @@ def estimate(
     Args:
         batch: B.
         num_stages: p.
-        microbatch_sizes: x and y.
+        microbatch_sizes: x and y, of which microbatches make up the batch.
         stage_s: T(x) and T(y), of the slowest stage.
         stage_mfu: E2 of both, b F_stage / (P_peak T(b)), if the operations are known.
-
-    Raises:
-        ConfigurationError: microbatches of these sizes do not make up the batch.
 
     Example:
         >>> ratio_of_142 = estimate(128, 8, (1, 2), stage_s=(1.0, 2 / 1.42))
         >>> round(ratio_of_142.bubble_factor, 4), round(ratio_of_142.speed_up, 2)
         (0.9507, 1.35)
     """
-    check_count("batch", batch)
-    check_count("num_stages", num_stages)
-    for size in microbatch_sizes:
-        check_count("microbatch size", size)
-        if batch % size:
-            raise ConfigurationError(f"a batch of {batch} sequences does not divide into microbatches of {size}")
     x, y = microbatch_sizes
     before, after = (batch + size * (num_stages - 1) for size in microbatch_sizes)
     ratio = (stage_s[0] / x) / (stage_s[1] / y)
@@ -105,5 +91,4 @@ def estimate(
         stage_ratio=ratio,
         bubble_factor=before / after,
         speed_up=before / after * ratio,
-        assumptions=ASSUMPTIONS,
     )

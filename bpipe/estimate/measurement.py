@@ -9,11 +9,10 @@ from itertools import pairwise
 from bpipe.checks import check_count, check_positive
 from bpipe.errors import ConfigurationError, printable
 from bpipe.estimate.columns import columns
+from bpipe.estimate.state_bytes import MASTER_BYTES, STATE_BYTES
 from bpipe.plan.amounts import show_bytes, show_seconds
 
 __all__ = ["Measurement", "Profile"]
-
-ADAM_STATE_BYTES, MASTER_BYTES = 8, 4  # two moments; an fp32 copy of parameters in 16 bits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +172,7 @@ class Profile:
         """
         if bytes_per_parameter is None:
             num_16_bit = (4 * self.num_trainable - self.trainable_bytes) // 2  # of trainable ones in 2 or 4 bytes each
-            optimizer = ADAM_STATE_BYTES * self.num_trainable + MASTER_BYTES * max(num_16_bit, 0)
+            optimizer = STATE_BYTES["adam"] * self.num_trainable + MASTER_BYTES * max(num_16_bit, 0)
             return self.parameter_bytes + self.gradient_bytes + self.buffer_bytes + optimizer
         frozen_bytes = self.parameter_bytes - self.trainable_bytes
         return round(self.num_trainable * bytes_per_parameter) + frozen_bytes + self.buffer_bytes

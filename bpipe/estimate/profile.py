@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from bpipe.checks import counts_in
+from bpipe.checks import counts_of
 from bpipe.cleanup import note
 from bpipe.device import name_of
 from bpipe.estimate.bench import Bench, Loss
@@ -68,7 +68,7 @@ def profile(
     bench = Bench.of(
         "profile", stage_module, example, repeats, loss_fn=loss_fn, target=target, is_first=is_first, has_backward=backward
     )
-    sizes = counts_in("microbatch_sizes", microbatch_sizes, of_one="microbatch size", such_as=[1, 2, 4])
+    sizes = counts_of("microbatch_sizes", microbatch_sizes, of_one="microbatch size")
     with preserved_state([stage_module], bench.device), torch.enable_grad():
         measurements = tuple(_measured(bench, size, repeats) for size in sizes)
         gradient_bytes = sum(element_bytes(parameter.grad) for parameter in stage_module.parameters() if parameter.grad is not None)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bpipe.backward.autograd import edges_of, enter, run_backward
-from bpipe.checks import counts_in
+from bpipe.checks import counts_of
 from bpipe.cleanup import note
 from bpipe.comm.wire.message import flatten_message, unflatten_message
 from bpipe.device import name_of
@@ -25,8 +25,6 @@ from bpipe.slices.protocol import check_takes_slices
 from bpipe.slices.states import Sequences, past_of
 
 __all__ = ["profile_slices"]
-
-EXAMPLE = [256, 512, 1024]  # of lengths, or contexts
 
 
 def profile_slices(
@@ -90,8 +88,8 @@ def profile_slices(
 
 def _cases(n: int, lengths: Any, contexts: Any) -> list[tuple[int, int]]:
     """Return the lengths to measure, each with the contexts after which it fits into a sequence of n positions."""
-    of_length = counts_in("lengths", lengths, such_as=EXAMPLE) if lengths is not None else sorted({-(-n // 2**i) for i in range(5)})
-    given = None if contexts is None else counts_in("contexts", contexts, such_as=EXAMPLE, least=0)
+    of_length = sorted({-(-n // 2**i) for i in range(5)}) if lengths is None else counts_of("lengths", lengths)
+    given = None if contexts is None else counts_of("contexts", contexts, least=0)
     if of_length[-1] > n:
         raise ConfigurationError(f"lengths: a slice of {of_length[-1]} positions is longer than the example's sequence of {n}")
     cases = [
@@ -152,18 +150,18 @@ class _Slices:
 
     def timed(self) -> tuple[float, float]:
         """Return the seconds of the slice's forward and of its backward."""
-        now = self._bench.now
-        start = now()
-        ran = self._forward(self._number)
-        middle = now()
+        ran, forward_s = self._bench.measured(lambda: self._forward(self._number))
         state = self._microbatches[0, self._number]
         assert state.left is not None, "later slices may ask for it"
         needed = [tensor for tensor, is_needed in zip(state.left.tensors, state.left.is_needed) if is_needed]
         state.left.add([torch.ones_like(tensor) for tensor in needed])  # as later slices do
-        begun = now()
-        run_backward(ran.edges, [*ran.gradients, *state.left.summed()])
-        self._sequences.hand_back(ran.box.gradients, state)
-        return middle - start, now() - begun
+        left = state.left
+
+        def backward() -> None:
+            run_backward(ran.edges, [*ran.gradients, *left.summed()])
+            self._sequences.hand_back(ran.box.gradients, state)
+
+        return forward_s, self._bench.measured(backward)[1]
 
     def _forward(self, number: int) -> Forward:
         bench, args, state = self._bench, self._args[number], self._microbatches[0, number]

@@ -9,6 +9,7 @@ from itertools import accumulate, combinations
 
 from bpipe.checks import check_count, check_positive
 from bpipe.errors import ConfigurationError
+from bpipe.estimate.columns import columns
 from bpipe.plan.action import Op
 from bpipe.plan.plan import Plan
 from bpipe.simulator.costs import Costs
@@ -131,21 +132,16 @@ class SliceProfile:
         return f"SliceProfile({self.name} on {self.device}: {len(self.measurements)} slices measured, {fit})"
 
     def __str__(self) -> str:
-        head = f"{'length':>8} {'context':>8} {'forward ms':>12} {'backward ms':>12} {'fitted ms':>10} {'us/position':>12}"
-        rows = (
-            f"{one.length:8} {one.context:8} {1e3 * one.forward_s:12.3f} {1e3 * one.backward_s:12.3f} "
-            f"{1e3 * self.seconds(one.length, one.context):10.3f} {1e6 * one.seconds / one.length:12.3f}"
-            for one in self.measurements
-        )
+        rows = [["length", "context", "forward ms", "backward ms", "fitted ms", "us/position"]]
+        for one in self.measurements:
+            ms = [f"{1e3 * seconds:.3f}" for seconds in (one.forward_s, one.backward_s, self.seconds(one.length, one.context))]
+            rows.append([str(one.length), str(one.context), *ms, f"{1e6 * one.seconds / one.length:.3f}"])
         fixed, position, before, pair = self.coefficients
-        return "\n".join(
-            [
-                head,
-                *rows,
-                f"seconds(length, context) = {fixed:.3g} + {position:.3g} length + {before:.3g} context + "
-                f"{pair:.3g} length (2 context + length), within {100 * self.error:.0f}% of what was measured",
-            ]
+        formula = (
+            f"seconds(length, context) = {fixed:.3g} + {position:.3g} length + {before:.3g} context + "
+            f"{pair:.3g} length (2 context + length), within {100 * self.error:.0f}% of what was measured"
         )
+        return "\n".join([*columns(rows, numbers=range(6)), formula])
 
 
 def costs_of_slices(profiles: Sequence[SliceProfile], lengths: Sequence[int], costs: Costs, plan: Plan) -> Costs:

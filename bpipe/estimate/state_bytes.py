@@ -8,7 +8,7 @@ from bpipe.estimate.execution import VALUE_BYTES
 __all__ = ["bytes_per_parameter"]
 
 STATE_BYTES = {"adam": 8, "adamw": 8, "momentum": 4, "sgd": 0}  # fp32: two moments, one, none
-
+MASTER_BYTES = 4  # an fp32 copy of a parameter in 16 bits
 DEFAULT_BYTES_PER_PARAMETER = 18
 
 
@@ -37,5 +37,5 @@ def bytes_per_parameter(
     check_count("num_shards", num_shards)
     value = lookup("precision", precision, VALUE_BYTES)
     gradient = lookup("gradient_precision", gradient_precision, VALUE_BYTES)
-    master = 4 if value < 4 else 0
+    master = MASTER_BYTES if value < 4 else 0
     return value + gradient + (master + lookup("optimizer", optimizer, STATE_BYTES)) / num_shards

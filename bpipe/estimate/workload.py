@@ -24,6 +24,7 @@ from bpipe.simulator.costs import Costs, Link
 
 __all__ = ["costs_of"]
 
+AS_MEASURED = "as measured"
 DEFAULT_EFFICIENCY = 0.45  # 140 of an A100's 312 TFLOP/s; Narayanan et al. (arXiv 2104.04473, table 1) reach 44% to 52%
 
 
@@ -201,7 +202,7 @@ class MeasuredWorkload(Workload):
     profiles: tuple[Profile, ...]
     num_stages: int
     bytes_per_parameter: float | None
-    recomputations: ClassVar[Sequence[str]] = ("as measured",)
+    recomputations: ClassVar[Sequence[str]] = (AS_MEASURED,)
     caveat: ClassVar[str] = ""
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 from statistics import median
@@ -14,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bpipe.backward.autograd import edges_of, enter
 from bpipe.checks import check_count, check_positive
-from bpipe.device import synchronize
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.bench import Forward, halves_s
+from bpipe.estimate.bench import Forward, Measured, clock, halves_s
+from bpipe.estimate.state_bytes import MASTER_BYTES, STATE_BYTES
 from bpipe.memory.saved.storages import element_bytes
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.preserve_state import preserved_state
@@ -26,10 +25,6 @@ from bpipe.partition.name_lists import CONTAINERS, Names, is_series
 from bpipe.partition.observe import Loss, Seen, observed
 
 __all__ = ["measure_layers"]
-
-STATE_BYTES, MASTER_BYTES = 8, 4  # Adam's two moments in fp32, and an fp32 copy of parameters in 16 bits
-
-Measured = Callable[[Callable[[], Any]], tuple[Any, float]]  # runs something, and returns its result and its seconds
 
 
 Times = Sequence[float]  # the seconds of a forward, of its backward, and of both halves of a split one
@@ -88,7 +83,8 @@ def measure_layers(
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if is_meta:
         args, kwargs, target = mapped(lambda one: one.to("meta"), (args, kwargs, target))
-    measured, num_runs = (_operations(flops_per_s), 1) if is_meta else (_clock(model, args, kwargs), repeats + 1)
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs)))}
+    measured, num_runs = (_operations(flops_per_s), 1) if is_meta else (clock(devices), repeats + 1)
     with preserved_state([model]), torch.enable_grad():
         seen = observed(model, modules, args, kwargs or {}, loss_fn, target)
         times = {name: _timed(modules.get(name, loss_fn), one, measured, num_runs) for name, one in seen.items()}
@@ -131,23 +127,6 @@ def _found(names: Names, seen: Iterable[str]) -> Iterator[tuple[str, ...]]:
     for is_entry, group in groupby((name for name in seen if name), key=lambda name: is_series(names.modules[names.owner(name)])):
         members = tuple(group)
         yield from ((name,) for name in members) if is_entry else (members,)
-
-
-def _clock(model: nn.Module, *inputs: object) -> Measured:
-    """Measure the seconds that work takes on the devices of a model and its inputs."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers(), *tensors_in(inputs))}
-
-    def now() -> float:
-        for device in devices:
-            synchronize(device)
-        return time.perf_counter()
-
-    def measured(work: Callable[[], Any]) -> tuple[Any, float]:
-        start = now()
-        result = work()
-        return result, now() - start
-
-    return measured
 
 
 def _operations(flops_per_s: float) -> Measured:
@@ -246,4 +225,4 @@ def _kept_bytes(tensor: torch.Tensor, bytes_per_parameter: float | None) -> floa
         return element_bytes(tensor)
     if bytes_per_parameter is not None:
         return tensor.numel() * bytes_per_parameter
-    return 2 * tensor.nbytes + tensor.numel() * (STATE_BYTES + MASTER_BYTES * (tensor.element_size() == 2))
+    return 2 * tensor.nbytes + tensor.numel() * (STATE_BYTES["adam"] + MASTER_BYTES * (tensor.element_size() == 2))

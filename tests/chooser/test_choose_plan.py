@@ -23,6 +23,7 @@ from bpipe.passes.communicate import computations_only
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.schedules import Costs, Link, Plan, build, finish, simulate, verify
 from bpipe.tools.balancing import sizes_of
+from tests.estimate.samples import STAGE
 from tests.schedules.replay import occupied_bytes, replay
 
 P, BATCH = 4, 16
@@ -269,14 +270,14 @@ LAYERS = layers_of(0)
         (LAYERS, {"batch": 8, "num_ranks": 2, "schedules": ["bitpipe"]}, ConfigurationError, "needs each stage on two ranks"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "schedules": ["local_learning"]}, ConfigurationError, "learns something else"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "schedules": ["1f2b"]}, ConfigurationError, "no schedule is called '1f2b'"),
-        (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": [1, 2, 3]}, ConfigurationError, "memory_bytes has 3 entries"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": [1, 2, 3]}, ConfigurationError, "or one for each of 2 ranks"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": 500}, BudgetError, "no plan was found"),
         ({3: LAYERS}, {"batch": 8, "num_ranks": 2}, ConfigurationError, "none of the microbatch sizes"),
-        (LAYERS, {"batch": 8, "num_ranks": 2, "microbatch_sizes": [2]}, ConfigurationError, "among microbatch_sizes=[2]"),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "microbatch_sizes": [2]}, ConfigurationError, "microbatch size 2, only about 1"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "schedules": "1f1b"}, ConfigurationError, "give a list of names"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": "2GiB"}, ConfigurationError, "memory_bytes="),
         (LAYERS, {"batch": 8, "num_ranks": 2, "memory_bytes": 2.2e6}, ConfigurationError, "memory_bytes="),
-        (LAYERS, {"batch": 8, "num_ranks": 2, "microbatch_sizes": 2}, ConfigurationError, "among microbatch_sizes="),
+        (LAYERS, {"batch": 8, "num_ranks": 2, "microbatch_sizes": [3]}, ConfigurationError, "into microbatches of 3"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "options": Options(slots=2)}, ConfigurationError, "choose_plan does not use slots"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "slices": (0,)}, ConfigurationError, "slices=0"),
         (LAYERS, {"batch": 8, "num_ranks": 2, "slices": 0}, ConfigurationError, "slices=0"),
@@ -285,6 +286,7 @@ LAYERS = layers_of(0)
         ({1: LAYERS, 2: LAYERS[1:]}, {"batch": 8, "num_ranks": 2}, ConfigurationError, "different names"),
         ([], {"batch": 8, "num_ranks": 2}, ConfigurationError, "give LayerCosts"),
         ("gpt3-13b", {"batch": 8, "num_ranks": 2}, ConfigurationError, "how fast is a device"),
+        (STAGE, {"batch": 8, "num_ranks": 2, "attention": "materialised"}, ConfigurationError, "attention= says how to calculate"),
     ],
 )
 def test_bad_input(model: Any, wishes: dict[str, Any], error: type[BPipeError], said: str) -> None:

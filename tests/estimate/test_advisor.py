@@ -202,6 +202,7 @@ def test_measured_stages_of_unequal_length() -> None:
         ({"sequence": 0}, "sequence=0"),
         ({"model": STAGE, "efficiency": 0.4}, "efficiency= says how to calculate"),
         ({"model": STAGE, "attention": "materialised"}, "attention= says how to calculate"),
+        ({"model": STAGE, "precision": "fp32"}, "precision= says how to calculate"),
         ({"model": STAGE, "batch": 3}, r"none of the microbatch sizes \[2\] divides"),
         ({"model": [STAGE, STAGE]}, "2 profiles for 8 stages"),
         ({"model": [STAGE, 5]}, "model= is of type list"),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.errors import ConfigurationError
 from bpipe.estimate import huang
 from bpipe.schedules import Costs, build, simulate
 from tests.tiers import examples
@@ -39,10 +36,3 @@ def test_the_four_agree_with_each_other_and_with_a_simulation(p: int, quarter: i
         assert mfu == pytest.approx(batch * flops / (peak * step_s))
     assert both.stage_ratio == pytest.approx(shares[1] / shares[0])
     assert both.speed_up == pytest.approx(both.step_s[0] / both.step_s[1]) == pytest.approx(both.mfu[1] / both.mfu[0])
-
-
-@pytest.mark.parametrize("arguments", [(0, 8, 1, 2), (128, 0, 1, 2), (128, 8, 3, 4), (128, 8, 1, 2.0), ("128", 8, 1, 2)])
-def test_impossible_sizes(arguments: tuple[Any, ...]) -> None:
-    batch, p, *sizes = arguments
-    with pytest.raises(ConfigurationError):
-        huang.estimate(batch, p, (sizes[0], sizes[1]), stage_s=(1.0, 1.0))

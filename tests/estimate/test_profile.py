@@ -304,7 +304,7 @@ def test_advice_refuses_forwards_alone() -> None:
         (lambda: profile(nn.Linear(4, 4), torch.ones(0, 4)), "dimension 0 must be rows"),
         (lambda: profile(nn.Linear(4, 4), torch.ones(1, 4), []), "microbatch_sizes"),
         (lambda: profile(nn.Linear(4, 4), torch.ones(1, 4), [0]), "microbatch size=0"),
-        (lambda: profile(nn.Linear(4, 4), torch.ones(1, 4), 2), "microbatch_sizes=2"),  # type: ignore[arg-type]
+        (lambda: profile(nn.Linear(4, 4), torch.ones(1, 4), "2"), "microbatch size='2'"),  # type: ignore[arg-type]
         (lambda: profile(nn.Linear(4, 4), torch.ones(1, 4), repeats=0), "repeats=0"),
         (lambda: profile(nn.Linear(4, 4, device="meta"), torch.ones(1, 4)), "not there yet"),
         (lambda: profile(nn.LazyLinear(4), torch.ones(1, 4)), "not there yet"),

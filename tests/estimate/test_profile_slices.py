@@ -177,7 +177,7 @@ class Dropping(nn.Module):
         (Whole(Stage("lstm")), {}, ConfigurationError, "has no argument `past`"),
         (Stage("lstm"), {"lengths": [13, 4]}, ConfigurationError, "13 positions is longer than the example's sequence of 12"),
         (Stage("lstm"), {"lengths": [12]}, ConfigurationError, "slices of one length"),
-        (Stage("lstm"), {"lengths": 4}, ConfigurationError, "lengths=4: give a list"),
+        (Stage("lstm"), {"lengths": "4"}, ConfigurationError, "lengths='4': give a whole number"),
         (Stage("lstm"), {"contexts": [12]}, ConfigurationError, "so far inside a sequence of 12"),
         (Stage("lstm"), {"example": torch.randn(4)}, ConfigurationError, "no dimension of positions"),
         (Stage("lstm"), {"repeats": 0}, ConfigurationError, "repeats=0"),

@@ -99,7 +99,7 @@ def test_advise_leaves_out_what_it_cannot_rank(page) -> None:
     ):
         unregister(NAME)
         register(rule)
-        assert NAME not in {one.schedule for one in variants(P, M)}
+        assert NAME not in {one.plain.name for one in variants(P, M)}
 
 
 def test_a_name_is_taken_once(page) -> None:
