@@ -24,9 +24,9 @@ from bpipe.not_copied import NotCopied
 from bpipe.plan.action import WAIT_OF
 from bpipe.session.session import Session
 from bpipe.simulator.timeline import Lane
-from bpipe.tools.chrome import Origin, lines
-from bpipe.tools.chrome_read import joined, parse
+from bpipe.tools.chrome import lines
 from bpipe.tools.measured import Measured, merged
+from bpipe.tools.trace_record import Origin, joined, packed, parse
 from bpipe.whole_file import write_whole
 
 __all__ = ["Trace", "trace"]
@@ -182,7 +182,7 @@ class Trace(NotCopied):
             return self.timelines
         with first.guard.entered(), first.guard.failing_together(AgreementError):
             (part,) = self._parts()
-            files = first.context.transport.exchange(Collective.GATHER, "".join(lines(part, self._origin())).encode())
+            files = first.context.transport.exchange(Collective.GATHER, "".join(packed(part, self._origin())).encode())
         return joined([parse(data, f"rank {rank}") for rank, data in enumerate(files)])
 
 

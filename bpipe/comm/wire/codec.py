@@ -62,7 +62,7 @@ def decode(kind: type[Record], data: bytes, what: str, most_bytes: float = MAX_B
         name, *values = json.loads(data.decode())
         if name != kind.__name__:
             raise ValueError(f"it is of type {name!r:.40}")
-        return _record(kind, values)
+        return read_record(kind, values)
     except (ValueError, TypeError, RecursionError) as error:
         raise CommError(f"{len(data)} bytes that start {data[:24]!r} are not a valid {what}: {error!s:.200}") from error
 
@@ -84,10 +84,11 @@ def _read_of(hint: Any) -> Read:
         return partial(_mapping, *map(_read_of, args))
     if issubclass(hint, IntEnum):
         return lambda value: hint(_integer(value))
-    return {bool: _boolean, int: _integer, float: _number, str: _text, bytes: _bytes}.get(hint) or partial(_record, hint)
+    return {bool: _boolean, int: _integer, float: _number, str: _text, bytes: _bytes}.get(hint) or partial(read_record, hint)
 
 
-def _record(kind: Callable[..., T], values: Any) -> T:
+def read_record(kind: Callable[..., T], values: Any) -> T:
+    """Return a record or dataclass, given its fields as JSON has them; raise a ValueError or a TypeError if they are not its."""
     reads = _reads(kind)
     return kind(**dict(zip(reads, _some(list(reads.values()), values))))
 
