@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from bpipe.checks import check_count
+from bpipe.checks import check_choice, check_count
 from bpipe.cleanup import concise
 from bpipe.errors import ConfigurationError
 from bpipe.model.call import Specs
@@ -239,7 +239,7 @@ class TorchAttributes:
             PlanError: it is no pipeline schedule; the message lists every violation.
             ConfigurationError: it is for other microbatches, it puts stages on other ranks, or the schedule has slots or slices.
         """
-        _check_format(format)
+        check_choice("format", format, get_args(CsvFormat))
         self._check_takes_plans()
         is_text = isinstance(path_or_text, str) and ("\n" in path_or_text or "," in path_or_text)
         text = os.fspath(path_or_text) if is_text else Path(path_or_text).read_text()
@@ -260,7 +260,7 @@ class TorchAttributes:
             ConfigurationError: another format.
             OSError: the file cannot be written; what was there before is still there.
         """
-        _check_format(format)
+        check_choice("format", format, get_args(CsvFormat))
         plan = self.plan if format == "compute_comms" else _compute_only(self.plan)
         write_whole(path, plan.to_csv(send_waits=WANTS_SEND_WAITS))
 
@@ -274,11 +274,6 @@ def is_single(kind: type[TorchAttributes]) -> bool | None:
     if kind.is_single is None and hasattr(kind, "rule"):
         return rule_named(kind.rule).default_stages_per_rank == 1
     return kind.is_single
-
-
-def _check_format(format: str) -> None:
-    if format not in ("compute_only", "compute_comms"):
-        raise ConfigurationError(f"format={format!r}: give 'compute_only' or 'compute_comms'")
 
 
 def _compute_only(plan: Plan) -> Plan:

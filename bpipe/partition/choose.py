@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from bpipe.checks import check_count, check_length, of_each_rank
+from bpipe.checks import check_choice, check_count, check_length, of_each_rank
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.partition.choice import StageChoice
 from bpipe.partition.cut_search import Ends, best_of_all, even, improved, narrowest, pieces
@@ -77,8 +77,7 @@ def choose_stages(
         raise ConfigurationError(
             f"{len(layers)} layers do not fill {num_stages} stages: ask for fewer stages, or name smaller layers"
         )
-    if objective not in get_args(Objective):
-        raise ConfigurationError(f"objective={objective!r}: give 'time' or 'memory'")
+    check_choice("objective", objective, get_args(Objective))
     if rule_named(schedule).placement.directions > 1:
         raise ConfigurationError(
             f"{schedule} holds every stage twice: choose the stages of one direction, with schedule='zbv' for instance, and use "

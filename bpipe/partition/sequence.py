@@ -15,7 +15,7 @@ from math import inf
 from operator import add
 from typing import Literal, get_args
 
-from bpipe.checks import check_count
+from bpipe.checks import check_choice, check_count
 from bpipe.errors import ConfigurationError
 from bpipe.partition.cut_search import Ends, cheapest
 
@@ -72,8 +72,7 @@ def slice_lengths(
     counts = {"num_tokens": num_tokens, "num_stages": num_stages, "num_microbatches": num_microbatches, "multiple_of": multiple_of}
     for name, count in (counts if num_slices is None else {**counts, "num_slices": num_slices}).items():
         check_count(name, count)
-    if order not in get_args(Order):
-        raise ConfigurationError(f"order={order!r}: choose one of {', '.join(get_args(Order))}")
+    check_choice("order", order, get_args(Order))
     steps = -(-num_tokens // multiple_of)
     if num_slices is not None and num_slices > steps:
         raise ConfigurationError(

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from bpipe.checks import check_choice
 from bpipe.errors import ConfigurationError
 from bpipe.training.pipeline_ranks import Ranks
 
@@ -38,8 +39,7 @@ def share_loss(losses: Sequence[torch.Tensor], *, reduction: Reduction = "mean",
         >>> share_loss([torch.tensor(1.0), torch.tensor(2.0)])
         1.5
     """
-    if reduction not in get_args(Reduction):
-        raise ConfigurationError(f"reduction={reduction!r}: choose one of {', '.join(map(repr, get_args(Reduction)))}")
+    check_choice("reduction", reduction, get_args(Reduction))
     ranks = Ranks(group, f"torch.stack(losses).{reduction}() is the loss")
     mine = [1.0, float(getattr(torch.stack(list(losses)), reduction)())] if losses else [0.0, 0.0]
     gathered = torch.stack(ranks.gather(torch.tensor(mine, dtype=torch.float64))).tolist()

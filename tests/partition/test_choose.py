@@ -192,7 +192,7 @@ slowest: rank 1, 15 ms per microbatch; fullest: rank 0, 8.00 MiB"""
     [
         ({"num_stages": 7}, ConfigurationError, "6 layers do not fill 7 stages"),
         ({"num_stages": 0}, ConfigurationError, "num_stages=0"),
-        ({"objective": "speed"}, ConfigurationError, "objective='speed': give 'time' or 'memory'"),
+        ({"objective": "speed"}, ConfigurationError, "objective='speed': choose 'time' or 'memory'"),
         ({"schedule": "1f2b"}, ConfigurationError, "no schedule is called '1f2b'"),
         ({"memory_bytes": 0}, ConfigurationError, "memory_bytes=0"),
         ({"memory_bytes": [5]}, ConfigurationError, "memory_bytes has 1 entries: give one number, or one for each of 3 ranks"),

@@ -101,7 +101,7 @@ def test_lengths_are_multiples_but_for_the_last() -> None:
         ({"num_stages": 0}, "num_stages=0: give a whole number of at least 1"),
         ({"num_slices": True}, "num_slices=True"),
         ({"num_slices": 9}, "num_slices=9: 64 tokens in multiples of 8 make at most 8 slices"),
-        ({"order": "1f1b"}, "order='1f1b': choose one of seq_1f1b, tera_pipe"),
+        ({"order": "1f1b"}, "order='1f1b': choose 'seq_1f1b' or 'tera_pipe'"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(given: dict[str, int], message: str) -> None:

@@ -144,4 +144,4 @@ def test_every_rank_gets_the_loss_or_the_refusal(seen: dict[str, list[Any]]) -> 
     assert seen["not a number"] == ["nan"] * P
     assert all(text.startswith("of the 4 ranks of the group none have losses: pass losses=[]") for text in seen["none"])
     assert all(text.startswith("of the 4 ranks of the group [1, 2] have losses") for text in seen["several"])
-    assert set(seen["unknown"]) == {"reduction='median': choose one of 'mean', 'sum'"}
+    assert set(seen["unknown"]) == {"reduction='median': choose 'mean' or 'sum'"}
