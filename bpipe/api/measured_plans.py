@@ -30,6 +30,7 @@ from bpipe.plan.amounts import show_each
 from bpipe.plan.sizes import Sizes
 from bpipe.schedules import Op, Plan, finish
 from bpipe.session.context import RankContext
+from bpipe.session.filler import both
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
@@ -142,7 +143,7 @@ class MeasuredPlans(PlanSource):
         if plan is not self._profiling_plan or (not shares_random and _computed(plan, rank) == _computed(self._base, rank)):
             return observer
         device = self._context.transport.device
-        return OrderWatch(self._context.stages, inputs.step_inputs, device, shares_random=shares_random, inner=observer)
+        return both(OrderWatch(self._context.stages, inputs.step_inputs, device, shares_random=shares_random), observer)
 
     def _warn_if_often(self, measures: bool) -> None:
         """Warn once if nearly all of the latest steps have measured."""

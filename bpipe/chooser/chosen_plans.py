@@ -34,7 +34,7 @@ from bpipe.memory.recent import Recent
 from bpipe.passes.fit import Budgets
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
-from bpipe.session.filler import Both
+from bpipe.session.filler import both
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
@@ -42,7 +42,7 @@ from bpipe.simulator.simulation import simulate
 from bpipe.skips.routes import skips_of
 from bpipe.tools.measured import Measured
 from bpipe.tools.trace_record import Origin, joined, packed, parse
-from bpipe.tools.tracing import timeline_of
+from bpipe.tools.tracing import timelines_of
 from bpipe.verifier.proof import verify
 
 __all__: list[str] = []
@@ -76,10 +76,7 @@ class Timed:
         """Return this rank's times, as a trace's record."""
         if self.recorder.device_times is not None:
             self.recorder.device_times.resolve(wait=True)
-        by_rank = dict(zip(self.clocks.plan_ranks, self.clocks.offsets))
-        errors = tuple(by_rank[one].error_ns / 1e9 for one in sorted(by_rank))
-        zero_ns = self.clocks.zero_ns + by_rank[rank].offset_ns
-        part = [timeline_of(record, rank, zero_ns, errors) for record in self.recorder.records]
+        part = timelines_of(self.recorder.records, rank, self.clocks)
         return "".join(packed(part, Origin(run=self.clocks.token.hex()))).encode()
 
 
@@ -226,7 +223,7 @@ class ChosenPlans(MeasuredPlans):
         inner = super().observer_of(inputs, plan, observer)
         if self._timed is None or not plan.has_backward:
             return inner
-        return self._timed.recorder if inner is None else Both(self._timed.recorder, inner)
+        return both(self._timed.recorder, inner)
 
     def counted(self, run: Run, stats: Mapping[str, float]) -> None:
         super().counted(run, stats)

@@ -36,37 +36,24 @@ class OrderWatch(Observer):
         step_inputs: the inputs of the step.
         device: the device on which it computes.
         shares_random: whether forwards of several stages draw from the same random numbers.
-        inner: another observer of the step.
 
     Raises:
         StageError: from `after`, because a computation drew or wrote something that depends on the order.
     """
 
     def __init__(
-        self,
-        stages: Mapping[int, PipelineStage],
-        step_inputs: StepInputs,
-        device: torch.device,
-        *,
-        shares_random: bool,
-        inner: Observer | None,
+        self, stages: Mapping[int, PipelineStage], step_inputs: StepInputs, device: torch.device, *, shares_random: bool
     ) -> None:
-        self._stages, self._step_inputs, self._device = stages, step_inputs, device
-        self._shares_random, self._inner = shares_random, Observer() if inner is None else inner
+        self._stages, self._step_inputs, self._device, self._shares_random = stages, step_inputs, device, shares_random
         self._found = Found({}, {}, {})
         self._has_warned = False
         self._leaves: dict[int, int] = {}  # for each leaf, the stage whose graph leads to it
 
-    def started(self, run: Run) -> None:
-        self._inner.started(run)
-
     def before(self, run: Run, action: Action) -> None:
         if self._is_watched(action):
             self._found = self._look(action)
-        self._inner.before(run, action)
 
     def after(self, run: Run, action: Action) -> None:
-        self._inner.after(run, action)
         if action.op is Op.F and len(self._stages) > 1 and not action.microbatch:
             graph = run.microbatches[action.stage, action.microbatch].graph
             assert graph is not None, "a forward leaves its graph"

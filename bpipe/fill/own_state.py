@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bpipe.device import random_state, set_random_state
-from bpipe.recomputation.generators import PYTHON, GlobalNumPy, are_equal
+from bpipe.recomputation.generators import PYTHON, TORCH, GlobalNumPy, are_equal, of_device
 from bpipe.torch_private.process_settings import Setting, settings
 
 __all__: list[str] = []
@@ -90,9 +89,8 @@ def _read(setting: Setting) -> Any:
 
 
 def _random_numbers(device: torch.device) -> Iterator[Setting]:
-    yield Setting("torch's random numbers", torch.get_rng_state, torch.set_rng_state)
-    yield Setting("the device's random numbers", partial(random_state, device), lambda state: set_random_state(state, device))
-    yield Setting("Python's random numbers", *PYTHON)
+    for whose, source in (("torch's", TORCH), ("the device's", of_device(device)), ("Python's", PYTHON)):
+        yield Setting(f"{whose} random numbers", *source)
     numpy = GlobalNumPy()
     if hasattr(np.random, "get_bit_generator"):
         yield Setting("NumPy's generator", np.random.get_bit_generator, np.random.set_bit_generator)  # type: ignore[attr-defined]

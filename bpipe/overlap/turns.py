@@ -11,17 +11,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
-from functools import partial
 from math import inf
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from bpipe.device import random_state, set_random_state
 from bpipe.errors import StageError
 from bpipe.logs import warn_once
-from bpipe.recomputation.generators import PYTHON, GlobalNumPy, Source, are_equal, threads_beside
+from bpipe.recomputation.generators import PYTHON, TORCH, GlobalNumPy, Source, are_equal, of_device, threads_beside
 
 __all__: list[str] = []
 
@@ -53,7 +51,7 @@ class Turns:
 
     def __init__(self, devices: list[torch.device], sources: Mapping[str, Source | GlobalNumPy] = MappingProxyType({})) -> None:
         self._sources = sources
-        self._torch = [Source(torch.get_rng_state, torch.set_rng_state), *map(_numbers_of, devices)]
+        self._torch = [TORCH, *map(of_device, devices)]
         self._global = {name for name, source in sources.items() if source is PYTHON or isinstance(source, GlobalNumPy)}
         self._states = {name: source.get() for name, source in sources.items()}  # where the turn began
         self._drew: dict[Half, set[str]] = {Half.FORWARD: set(), Half.BACKWARD: set()}
@@ -172,11 +170,6 @@ class Turns:
     def _restore(self, half: Half) -> None:
         for source, state in zip(self._torch, self._random[half]):
             source.set(state)
-
-
-def _numbers_of(device: torch.device) -> Source:
-    """Return the random numbers of torch on an asynchronous device."""
-    return Source(partial(random_state, device), partial(set_random_state, device=device))
 
 
 _RUNNING: list[Turns] = []  # one for each pipeline of the process that runs a pair now

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bpipe.device import fork_random_states, random_state, set_random_state
+from bpipe.device import random_state, set_random_state
 
 __all__: list[str] = []
 
@@ -55,7 +55,13 @@ def _words_of(numpy: Any) -> bytes | None:
     return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES) if type(bits) is numpy.MT19937 else None
 
 
+TORCH = Source(torch.get_rng_state, torch.set_rng_state)  # torch's own random numbers, on the CPU
 PYTHON = Source(random.getstate, random.setstate)  # Python's own random numbers
+
+
+def of_device(device: torch.device) -> Source:
+    """Return torch's own random numbers on a device; their state is None if they are the CPU's."""
+    return Source(partial(random_state, device), partial(set_random_state, device=device))
 
 
 def threads_beside(*own: int) -> str:
@@ -95,22 +101,18 @@ class Drawn:
     """The generator states that a forward finds: torch's, on the CPU and its device, and those of other sources."""
 
     def __init__(self, device: torch.device, sources: Iterable[Source | GlobalNumPy]) -> None:
-        self._device = device
-        self._cpu = torch.get_rng_state()
-        self._of_device = random_state(device)
+        self._torchs = [(source, source.get()) for source in (TORCH, of_device(device))]
         self._states = [(source, source.get()) for source in sources]
 
     def forget_unused(self) -> None:
-        """Forget the generators that the forward, which has run, did not use: they do not affect another forward."""
+        """Forget the other generators that the forward, which has run, did not use: they do not affect another forward."""
         self._states = [(source, state) for source, state in self._states if not are_equal(source.get(), state)]
 
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers again, and restore the current states in the end."""
-        with fork_random_states([self._device]), ExitStack() as after:
-            torch.set_rng_state(self._cpu)
-            set_random_state(self._of_device, self._device)
-            for source, state in self._states:
+        with ExitStack() as after:
+            for source, state in (*self._torchs, *self._states):
                 after.callback(source.set, source.get())
                 source.set(state)
             yield
@@ -121,7 +123,7 @@ def are_equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
     try:
         return bool(one == other)
     except ValueError:  # arrays among NumPy's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from bpipe.engine.run import Observer, Run
@@ -37,14 +37,12 @@ class Filler(Observer):
         return {}
 
 
-class Both(Observer):
-    """Two observers of the same step; the first one's actions last longer.
+def both(outer: Observer | None, inner: Observer | None) -> Observer | None:
+    """Return one observer for two of the same run; the first one's actions last longer."""
+    return _Both(outer, inner) if outer is not None and inner is not None else outer or inner
 
-    Args:
-        outer: of the whole action.
-        inner: of what is left of it.
-    """
 
+class _Both(Observer):
     def __init__(self, outer: Observer, inner: Observer) -> None:
         self._outer, self._inner = outer, inner
 
@@ -59,7 +57,3 @@ class Both(Observer):
     def after(self, run: Run, action: Action) -> None:
         self._inner.after(run, action)
         self._outer.after(run, action)
-
-    def finished(self, run: Run, stats: Mapping[str, float]) -> None:
-        self._inner.finished(run, stats)
-        self._outer.finished(run, stats)

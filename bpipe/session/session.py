@@ -38,7 +38,7 @@ from bpipe.parallel.twins import held_by, kinds_of, weights_of
 from bpipe.plan.plan import Plan
 from bpipe.session.batches import BatchSample, difference, is_compared
 from bpipe.session.context import RankContext
-from bpipe.session.filler import Both, Filler
+from bpipe.session.filler import Filler, both
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import Preparation, PreparedCall
 from bpipe.session.side_by_side import SideBySide
@@ -250,7 +250,7 @@ class Session:
             memory=context.memory,
             name=f"rank {context.group_rank}",
             takes_slices=context.slicing is not None,
-            observer=_both(source.observer_of(step.inputs, plan, self.observer), self.filler),
+            observer=both(source.observer_of(step.inputs, plan, self.observer), self.filler),
         )
 
     def _compare_batches(self, records: Sequence[StepRecord]) -> None:
@@ -347,10 +347,6 @@ class Session:
         if context.static.has_changed(context.modules(), seen):
             context.states.forget()
         return context.static.num_bytes
-
-
-def _both(observer: Observer | None, filler: Filler | None) -> Observer | None:
-    return Both(observer, filler) if observer is not None and filler is not None else observer or filler
 
 
 def _close(transport: Transport, memory: Memory, process: int, opened: object) -> None:

@@ -13,9 +13,8 @@ import numpy.random  # noqa: F401  # its first import would look like a draw
 import torch
 from torch import nn
 
-from bpipe.device import random_state
 from bpipe.logs import warn_once
-from bpipe.recomputation.generators import PYTHON, GlobalNumPy, Source, are_equal, source_of, threads_beside
+from bpipe.recomputation.generators import PYTHON, TORCH, GlobalNumPy, Source, are_equal, of_device, source_of, threads_beside
 from bpipe.torch_private.modes import DispatchMode
 from bpipe.torch_private.modules import is_compiled
 from bpipe.torch_private.operators import arguments_of
@@ -38,7 +37,7 @@ class Randomness:
     """
 
     def __init__(self, device: torch.device, own: Sequence[Source]) -> None:
-        self._own = [Source(torch.get_rng_state, torch.set_rng_state), Source(partial(random_state, device), lambda _: None), *own]
+        self._own = [TORCH, of_device(device), *own]
         self.is_found, self.norm = False, ""
 
     @contextmanager
