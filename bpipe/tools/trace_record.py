@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import isnan, nan
+from itertools import chain
+from math import isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,8 +27,6 @@ __all__ = ["load_trace"]
 FORMAT = "bpipe-trace 4"
 MOST_S = 2**32  # seconds
 
-Seconds = tuple[float | None, ...]  # None where a time is not known
-
 
 class Origin(NamedTuple):
     """The run that a trace comes from."""
@@ -37,51 +35,11 @@ class Origin(NamedTuple):
     is_complete: bool = True  # False if an error ended it, so that other ranks may have got further
 
 
-class LaneRecord(NamedTuple):
-    """A `Lane`; of a rank that was not recorded it is empty."""
-
-    begin_s: Seconds
-    end_s: Seconds
-    activation_bytes: tuple[int, ...]
-    message_bytes: tuple[int, ...]
-    static_bytes: int
-    remote_buffer_bytes: int
-    filled_s: tuple[float, ...]
-
-    @classmethod
-    def of(cls, lane: Lane) -> LaneRecord:
-        begin_s, end_s = (tuple(None if isnan(second) else second for second in times) for times in (lane.begin_s, lane.end_s))
-        held = tuple(lane.activation_bytes), tuple(lane.message_bytes)
-        return cls(begin_s, end_s, *held, lane.static_bytes, lane.remote_buffer_bytes, tuple(lane.filled_s))
-
-    def read(self, num_actions: int, where: str, *, may_be_unknown: bool = False) -> Lane:
-        """Return the lane, which has times of all of so many actions or of none."""
-        times, held = [*map(len, self[:2])], [*map(len, self[2:4])]
-        if times not in ([0, 0], [num_actions] * 2) or held not in ([0, 0], times) or len(self.filled_s) % 2:
-            raise ConfigurationError(f"a damaged trace: times or bytes of {where} are missing, or there are too many")
-        unknown = [(begin is None, end is None) for begin, end in zip(self.begin_s, self.end_s) if begin is None or end is None]
-        if unknown and not (may_be_unknown and all(map(all, unknown))):
-            raise ConfigurationError(f"a damaged trace: a time of {where} is not known")
-        numbers = (number or 0 for times in (self.begin_s, self.end_s, self.filled_s) for number in times)
-        if not all(-MOST_S < number < MOST_S for number in numbers):
-            raise ConfigurationError(f"a damaged trace: a time of {where} is more than {MOST_S} s")
-        begin_s, end_s = (array("d", [nan if second is None else second for second in times]) for times in self[:2])
-        return Lane(
-            begin_s=begin_s,
-            end_s=end_s,
-            activation_bytes=array("q", self.activation_bytes),
-            message_bytes=array("q", self.message_bytes),
-            static_bytes=self.static_bytes,
-            remote_buffer_bytes=self.remote_buffer_bytes,
-            filled_s=array("d", self.filled_s),
-        )
-
-
 class Measurement(NamedTuple):
     """What a `Measured` has beside a `Timeline`."""
 
     began_s: float
-    device: tuple[LaneRecord, ...]
+    device: tuple[Lane, ...]
     clock_error_s: tuple[float, ...]
     stage_sizes: Mapping[int, tuple[StageSizes, ...]]
 
@@ -92,18 +50,16 @@ class TimelineRecord(NamedTuple):
     plan: int
     source: str
     step: int | None
-    actions: tuple[LaneRecord, ...]
-    served: tuple[LaneRecord, ...]
+    actions: tuple[Lane, ...]
+    served: tuple[Lane, ...]
     measurement: Measurement | None
 
     @classmethod
     def of(cls, timeline: Timeline, plan: int) -> TimelineRecord:
         measurement = None
         if isinstance(timeline, Measured):
-            device = _records(timeline.device)
-            measurement = Measurement(timeline.began_s, device, timeline.clock_error_s, timeline.stage_sizes)
-        lanes = _records(timeline.actions), _records(timeline.served)
-        return cls(plan, timeline.source, timeline.step, *lanes, measurement)
+            measurement = Measurement(timeline.began_s, timeline.device, timeline.clock_error_s, timeline.stage_sizes)
+        return cls(plan, timeline.source, timeline.step, timeline.actions, timeline.served, measurement)
 
     def read(self, plans: Sequence[Plan]) -> Timeline:
         if not 0 <= self.plan < len(plans):
@@ -111,33 +67,37 @@ class TimelineRecord(NamedTuple):
         if self.source not in ("simulated", "measured"):
             raise ConfigurationError(f"a damaged trace: it is {self.source[:60]!r}, neither simulated nor measured")
         plan = plans[self.plan]
-        ranks = range(plan.num_ranks)
         by_rank = [self.actions, self.served, *(() if self.measurement is None else self.measurement[1:3])]
         if any(len(each) != plan.num_ranks for each in by_rank):
             raise ConfigurationError(
                 f"a damaged trace: a timeline of a plan of {plan.num_ranks} ranks describes another number of ranks"
             )
-        known: dict[str, Any] = {
-            "plan": plan,
-            "actions": tuple(self.actions[rank].read(len(plan.actions[rank]), f"rank {rank}") for rank in ranks),
-            "served": tuple(
-                self.served[rank].read(len(plan.served[rank]), f"what rank {rank} serves", may_be_unknown=True) for rank in ranks
-            ),
-            "source": self.source,
-            "step": self.step,
-        }
+        for rank, (own, served) in enumerate(zip(self.actions, self.served)):
+            _check(own, len(plan.actions[rank]), f"rank {rank}")
+            _check(served, len(plan.served[rank]), f"what rank {rank} serves", may_be_unknown=True)
+        known: dict[str, Any] = {**self._asdict(), "plan": plan}
+        del known["measurement"]
         if self.measurement is None:
             return Timeline(**known)
-        began_s, device, clock_error_s, stage_sizes = self.measurement
-        if not set(stage_sizes) <= set(range(plan.num_stages)) or not {plan.slices}.issuperset(map(len, stage_sizes.values())):
+        sizes = self.measurement.stage_sizes
+        if not sizes.keys() <= set(range(plan.num_stages)) or not {plan.slices}.issuperset(map(len, sizes.values())):
             raise ConfigurationError("a damaged trace: its sizes are of other stages or slices than its plan's")
-        counts = (len(computed(plan, rank)) if device[rank].begin_s else 0 for rank in ranks)
-        lanes = tuple(lane.read(count, f"the device of rank {rank}") for rank, lane, count in zip(ranks, device, counts))
-        return Measured(**known, began_s=began_s, device=lanes, clock_error_s=clock_error_s, stage_sizes=stage_sizes)
+        for rank, lane in enumerate(self.measurement.device):
+            _check(lane, len(computed(plan, rank)) if lane.begin_s else 0, f"the device of rank {rank}")
+        return Measured(**known, **self.measurement._asdict())
 
 
-def _records(lanes: Sequence[Lane]) -> tuple[LaneRecord, ...]:
-    return tuple(map(LaneRecord.of, lanes))
+def _check(lane: Lane, num_actions: int, where: str, *, may_be_unknown: bool = False) -> None:
+    """Raise unless a lane has times of so many actions, or of none as that of a rank that was not recorded."""
+    times, held = [*map(len, (lane.begin_s, lane.end_s))], [*map(len, (lane.activation_bytes, lane.message_bytes))]
+    if times not in ([0, 0], [num_actions] * 2) or held not in ([0, 0], times) or len(lane.filled_s) % 2:
+        raise ConfigurationError(f"a damaged trace: times or bytes of {where} are missing, or there are too many")
+    unknown = [isnan(begin) and isnan(end) for begin, end in zip(lane.begin_s, lane.end_s) if isnan(begin + end)]
+    if unknown and not (may_be_unknown and all(unknown)):
+        raise ConfigurationError(f"a damaged trace: a time of {where} is not known")
+    known = chain(lane.filled_s, (second for second in (*lane.begin_s, *lane.end_s) if not isnan(second)))
+    if not all(abs(second) <= MOST_S for second in known):
+        raise ConfigurationError(f"a damaged trace: a time of {where} is not one of at most {MOST_S} s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
