@@ -77,8 +77,8 @@ if TYPE_CHECKING:
     from bpipe.relaxed.routed_training import Routes
     from bpipe.relaxed.stream import Stream
     from bpipe.tools.chrome import save_trace
-    from bpipe.tools.chrome_read import load_trace
     from bpipe.tools.draw import draw
+    from bpipe.tools.trace_record import load_trace
     from bpipe.tools.tracing import trace
     from bpipe.training.checkpoint import training_state
     from bpipe.training.clip import clip_grad_norm_
@@ -201,7 +201,7 @@ _NAMES = {  # of each module of bpipe
     "relaxed.routed_training": "Routes",
     "relaxed.stream": "Stream",
     "tools.chrome": "save_trace",
-    "tools.chrome_read": "load_trace",
+    "tools.trace_record": "load_trace",
     "tools.draw": "draw",
     "tools.tracing": "trace",
     "training.checkpoint": "training_state",

@@ -55,10 +55,11 @@ def is_count(value: object, least: int = 1) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def check_count(name: str, value: object, *, least: int = 1) -> None:
-    """Raise unless a value is a whole number of at least `least`."""
-    if not is_count(value, least):
-        raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}")
+def check_count(name: str, value: object, *, least: int = 1, most: int | None = None, or_none: bool = False) -> None:
+    """Raise unless a value is a whole number of at least `least`, and at most `most`."""
+    if not (is_count(value, least) and (most is None or value <= most)) and not (or_none and value is None):
+        limit = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigurationError(f"{name}={value!r}: give a whole number {limit}{', or None' * or_none}")
 
 
 def series(name: str, given: object) -> tuple[Any, ...]:

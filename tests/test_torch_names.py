@@ -443,7 +443,7 @@ def test_orders_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(error, match=message):
             runtime._load_csv(text)
-    with pytest.raises(ConfigurationError, match="format='compute': give 'compute_only' or 'compute_comms'"):
+    with pytest.raises(ConfigurationError, match="format='compute': choose 'compute_only' or 'compute_comms'"):
         runtime._load_csv("0F0,0B0", format="compute")
     with pytest.raises(FileNotFoundError):
         runtime._load_csv("nowhere.csv")

@@ -345,13 +345,10 @@ class ZBV(_Stages):
     Every rank holds at most min(p, m) microbatches. Arguments are `Schedule`'s, except `stages`, this rank's two stages.
 
     Example:
-        >>> from torch import nn, zeros
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(2)
-        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
-        >>> schedules = [ZBV(of_rank, 4, loss_fn=nn.functional.mse_loss) for of_rank in stages]
-        >>> loopback.step(schedules, zeros(4, 4), target=zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> from bpipe.schedules import build
+        >>> plan = build(ZBV.rule, num_stages=4, num_microbatches=2, num_ranks=2)
+        >>> print(*plan.compute(rank=0))
+        0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1
     """
 
     rule = "zbv"
@@ -394,17 +391,10 @@ class BitPipe(_Stages):
     Buffers, such as BatchNorm's statistics, are each twin's own. `docs/two-directions.md` has the details.
 
     Example:
-        >>> from torch import nn, zeros
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback, model = Loopback(2), [nn.Linear(4, 4) for _ in range(4)]
-        >>> def stage(index, rank):
-        ...     module = nn.Linear(4, 4)
-        ...     module.load_state_dict(model[index % 4].state_dict())
-        ...     return PipelineStage(module, index, 8, "cpu", loopback.rank(rank), directions=2)
-        >>> held = ([0, 3, 5, 6], [1, 2, 4, 7])
-        >>> ranks = [BitPipe([stage(s, r) for s in held[r]], 2, nn.functional.mse_loss) for r in range(2)]
-        >>> loopback.step(ranks, zeros(4, 4), target=zeros(4, 4)).shape
-        torch.Size([4, 4])
+        >>> from bpipe.schedules import build
+        >>> plan = build(BitPipe.rule, num_stages=8, num_microbatches=2, num_ranks=2)
+        >>> [plan.stages_of(rank) for rank in range(2)]  # 4 is the twin of 0, whose ranks exchange their gradients
+        [[0, 3, 5, 6], [1, 2, 4, 7]]
     """
 
     rule = "bitpipe"

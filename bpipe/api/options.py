@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from bpipe.checks import check_choice, check_count, check_positive, check_seconds, is_count, is_number
+from bpipe.checks import check_choice, check_count, check_positive, check_seconds, is_number
 from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.errors import ConfigurationError
 
@@ -101,14 +101,12 @@ class Options:
     def __post_init__(self) -> None:
         check_count("transfers_at_once", self.transfers_at_once)
         check_count("effort", self.effort, least=0)
-        if self.reserve_bytes is not None:
-            check_count("reserve_bytes", self.reserve_bytes, least=0)
+        check_count("reserve_bytes", self.reserve_bytes, least=0, or_none=True)
         if self.bytes_per_parameter is not None:
             check_positive("bytes_per_parameter", self.bytes_per_parameter, most=1024)
         check_seconds("timeout_s", self.timeout_s, or_none=True)
         check_seconds("slow_s", self.slow_s)
-        if not is_count(self.parts) or self.parts > MOST_PARTS:
-            raise ConfigurationError(f"parts={self.parts!r}: give a whole number from 1 to {MOST_PARTS}")
+        check_count("parts", self.parts, most=MOST_PARTS)
         if not isinstance(self.host, bool):
             raise ConfigurationError(f"host={self.host!r}: give True or False")
         check_choice("measure", self.measure, get_args(Measure))

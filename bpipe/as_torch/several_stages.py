@@ -57,15 +57,8 @@ class ScheduleInterleaved1F1B(_TorchOrder, Interleaved1F1B):
     """`Interleaved1F1B`, with torch's order of arguments.
 
     Example:
-        >>> from torch import nn, zeros
-        >>> from bpipe import Loopback, PipelineStage
-        >>> loopback = Loopback(2)
-        >>> stages = [PipelineStage(nn.Linear(4, 4), s, 4, "cpu", group=loopback.rank(s % 2)) for s in range(4)]
-        >>> schedules = [ScheduleInterleaved1F1B(stages[r::2], 3, nn.functional.mse_loss) for r in range(2)]
-        >>> loopback.step(schedules, zeros(6, 4), target=zeros(6, 4)).shape
-        torch.Size([6, 4])
-        >>> [str(action) for action in schedules[0].pipeline_order[0]][:8]
-        ['0F0', '0F1', '0F2', '2F0', '2F1', '2F2', '2B0', '2B1']
+        >>> ScheduleInterleaved1F1B.rule
+        'interleaved_1f1b'
     """
 
 

@@ -40,10 +40,9 @@ from bpipe.session.prepare import PreparedCall
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
 from bpipe.simulator.simulation import simulate
 from bpipe.skips.routes import skips_of
-from bpipe.tools.chrome import Origin, lines
-from bpipe.tools.chrome_read import joined, parse
 from bpipe.tools.measured import Measured
-from bpipe.tools.tracing import timeline_of
+from bpipe.tools.trace_record import Origin, joined, packed, parse
+from bpipe.tools.tracing import timelines_of
 from bpipe.verifier.proof import verify
 
 __all__: list[str] = []
@@ -74,14 +73,11 @@ class Timed:
     clocks: Clocks
 
     def packed(self, rank: int) -> bytes:
-        """Return this rank's times, as a trace file."""
+        """Return this rank's times, as a trace's record."""
         if self.recorder.device_times is not None:
             self.recorder.device_times.resolve(wait=True)
-        by_rank = dict(zip(self.clocks.plan_ranks, self.clocks.offsets))
-        errors = tuple(by_rank[one].error_ns / 1e9 for one in sorted(by_rank))
-        zero_ns = self.clocks.zero_ns + by_rank[rank].offset_ns
-        part = [timeline_of(record, rank, zero_ns, errors) for record in self.recorder.records]
-        return "".join(lines(part, Origin(run=self.clocks.token.hex()))).encode()
+        part = timelines_of(self.recorder.records, rank, self.clocks)
+        return "".join(packed(part, Origin(run=self.clocks.token.hex()))).encode()
 
 
 @dataclass
@@ -353,7 +349,7 @@ class ChosenPlans(MeasuredPlans):
 
 
 def _steps(times: Sequence[bytes]) -> list[Measured]:
-    """Return the steps that ranks have timed, given their trace files."""
+    """Return the steps that ranks have timed, given their records."""
     return joined([parse(data, f"rank {rank}") for rank, data in enumerate(times)])
 
 

@@ -42,12 +42,7 @@ class OrderWatch(Observer):
     """
 
     def __init__(
-        self,
-        stages: Mapping[int, PipelineStage],
-        step_inputs: StepInputs,
-        device: torch.device,
-        *,
-        shares_random: bool,
+        self, stages: Mapping[int, PipelineStage], step_inputs: StepInputs, device: torch.device, *, shares_random: bool
     ) -> None:
         self._stages, self._step_inputs, self._device, self._shares_random = stages, step_inputs, device, shares_random
         self._before: States = {}, {}, {}

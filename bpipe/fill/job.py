@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
-from bpipe.checks import check_choice, check_seconds, is_count
+from bpipe.checks import check_choice, check_count, check_seconds
 from bpipe.errors import ConfigurationError, printable
 from bpipe.plan.amounts import show_bytes
 
@@ -109,11 +109,8 @@ class Settings(NamedTuple):
             raise ConfigurationError(f"fill={job!r:.80}: give an object with step(seconds, num_bytes), such as a bpipe.fill.Job")
         name, on_error, budget, held, static, grace = (getattr(job, key, getattr(Job, key)) for key in cls._fields)
         check_choice("the fill job's on_error", on_error, ("fail", "stop"))
-        if budget is not None and not is_count(budget):
-            raise ConfigurationError(f"the fill job's budget={budget!r}: give a whole number of bytes, at least 1, or None")
-        if held is not None and not is_count(held, 0):
-            raise ConfigurationError(f"the fill job's held_bytes={held!r}: give a whole number of bytes, or None")
-        if not is_count(static, 0):
-            raise ConfigurationError(f"the fill job's static_bytes={static!r}: give a whole number of bytes")
+        check_count("the fill job's budget", budget, or_none=True)
+        check_count("the fill job's held_bytes", held, least=0, or_none=True)
+        check_count("the fill job's static_bytes", static, least=0)
         check_seconds("the fill job's grace_s", grace)
         return cls(printable(str(name or type(job).__name__))[:MOST_NAME], on_error, budget, held, static, float(grace))

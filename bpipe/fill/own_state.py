@@ -86,9 +86,8 @@ def _read(setting: Setting) -> Any:
 
 
 def _random_numbers(device: torch.device) -> Iterator[Setting]:
-    yield Setting("torch's random numbers", *TORCH)
-    yield Setting("the device's random numbers", *torch_on(device))
-    yield Setting("Python's random numbers", *PYTHON)
+    for whose, source in (("torch's", TORCH), ("the device's", torch_on(device)), ("Python's", PYTHON)):
+        yield Setting(f"{whose} random numbers", *source)
     numpy = GlobalNumPy()
     if hasattr(np.random, "get_bit_generator"):
         yield Setting("NumPy's generator", np.random.get_bit_generator, np.random.set_bit_generator)  # type: ignore[attr-defined]

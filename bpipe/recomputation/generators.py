@@ -105,7 +105,7 @@ class Drawn:
         self._states = [(source, source.get()) for source in sources]
 
     def forget_unused(self) -> None:
-        """Forget the generators that the forward, which has run, did not use: they do not affect another forward."""
+        """Forget the other generators that the forward, which has run, did not use: they do not affect another forward."""
         self._states = [(source, state) for source, state in self._states if not are_equal(source.get(), state)]
 
     @contextmanager
@@ -123,7 +123,7 @@ def are_equal(one: Any, other: Any) -> bool:
     if one is other:
         return True
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return isinstance(other, torch.Tensor) and torch.equal(one, other)
     try:
         return bool(one == other)
     except ValueError:  # arrays among NumPy's

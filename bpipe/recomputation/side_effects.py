@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -11,39 +9,27 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import numpy.random  # its first import would look like a draw
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bpipe.device import random_state as device_random_state
-from bpipe.memory.saved.storages import Storage, as_bytes, storages_of
+from bpipe.memory.saved.storages import as_bytes, storages_of
 from bpipe.model.pytree import attributes_of
+from bpipe.recomputation.checksums import sum_of_memory
+from bpipe.recomputation.generators import PYTHON, TORCH, GlobalNumPy, are_equal, source_of, torch_on
 from bpipe.torch_private.modules import OF_ALL
 from bpipe.torch_private.owners_and_versions import address_of
 
 __all__: list[str] = []
 
 MOST_VALUES, MOST_DEPTH = 10_000, 5  # of plain attributes: a module may keep anything
-EXACT_BYTES = 2**20  # storages up to this size are compared byte by byte, larger ones by their sum
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 CONTAINERS = (list, tuple, set, frozenset, deque)
 NOBODYS = frozenset({"torch", *sys.stdlib_module_names})  # packages whose objects, such as loggers, keep no state of a model
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 # By the name of the state, and for a parameter its identity: a value that compares equal while the state is unchanged.
 State = dict[tuple[str, int], object]
-
-
-def random_state(device: torch.device) -> State:
-    """Return the states of the random numbers that a computation on a device may draw without being given a generator."""
-    state: State = {
-        ("torch's", 0): _bytes_of_state(torch.get_rng_state()),
-        ("Python's", 0): random.getstate(),
-        ("NumPy's", 0): pickle.dumps(np.random.get_state()),
-    }
-    if (of_device := device_random_state(device)) is not None:
-        state["the device's", 0] = _bytes_of_state(of_device)
-    return state
 
 
 # The states of random numbers; the parameters and buffers; the attributes of modules, and the arguments that are not tensors.
@@ -57,13 +43,17 @@ def look_at(device: torch.device, modules: Iterable[tuple[str, nn.Module]], othe
         look.module(name, module)
     for other in others:
         look.value("an argument", other, 0)
-    return {**random_state(device), **look.random}, look.tensors, look.others
+    everybodys = (("torch's", TORCH), ("the device's", torch_on(device)), ("Python's", PYTHON), ("NumPy's", GlobalNumPy()))
+    return {**{(whose, 0): source.get() for whose, source in everybodys}, **look.random}, look.tensors, look.others
 
 
 def changed(before: State, after: State) -> str | None:
     """Name one thing that has changed; None if nothing has. Parameters that were replaced, as under FSDP, do not count."""
-    replaced = {key for key in before.keys() ^ after.keys() if key[1]}
-    return next((key[0] for key in {**before, **after} if key not in replaced and before.get(key) != after.get(key)), None)
+    for key in {**before, **after}:
+        is_replaced = key[1] and not (key in before and key in after)
+        if not is_replaced and not are_equal(before.get(key), after.get(key)):
+            return key[0]
+    return None
 
 
 class _Look:
@@ -74,7 +64,7 @@ class _Look:
         self.tensors: State = {}
         self.others: State = {}
         self._seen: dict[int, object] = {}  # kept alive, so that no other object gets its id
-        self._storages: dict[int, object] = {}  # their contents, for tensors that share one
+        self._storages: dict[int, object] = {}  # a number for the contents of each, because tensors may share one
 
     def module(self, name: str, module: nn.Module) -> None:
         for key, parameter in module._parameters.items():
@@ -92,8 +82,8 @@ class _Look:
         """Enter a value, and the values inside it."""
         if isinstance(value, PLAIN):
             self.others[name, 0] = repr(value)
-        elif isinstance(value, GENERATORS):
-            self.random[name, 0] = _state_of(value)
+        elif (source := source_of(value)) is not None:
+            self.random[name, 0] = source.get()
         elif isinstance(value, torch.Tensor):
             self.others[name, 0] = self._contents(value)
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
@@ -107,19 +97,10 @@ class _Look:
         if tensor.device.type == "meta":
             return None
         shape = () if tensor.is_nested else tuple(tensor.shape)
-        return (shape, *(self._in_storage(storage) for storage in storages_of(tensor)))
-
-    def _in_storage(self, storage: Storage) -> object:
-        if address_of(storage) not in self._storages:
-            self._storages[address_of(storage)] = _compared(as_bytes(storage))
-        return self._storages[address_of(storage)]
-
-
-def _compared(data: torch.Tensor) -> object:
-    if data.numel() <= EXACT_BYTES:
-        return data.clone().cpu().numpy().tobytes()  # a clone: numpy would pin the storage's size
-    whole = data.numel() // 8 * 8
-    return int(data[:whole].view(torch.int64).sum()), int(data[whole:].sum())
+        for storage in storages_of(tensor):
+            if address_of(storage) not in self._storages:
+                self._storages[address_of(storage)] = sum_of_memory(as_bytes(storage))
+        return (shape, *(self._storages[address_of(storage)] for storage in storages_of(tensor)))
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
@@ -141,16 +122,6 @@ def _is_torchs(kind: type) -> bool:
 
 def _package(kind: type) -> str:
     return kind.__module__.partition(".")[0]
-
-
-def _state_of(generator: Any) -> object:
-    if isinstance(generator, random.SystemRandom):
-        return None  # it has no state
-    return _bytes_of_state(generator.get_state()) if isinstance(generator, torch.Generator) else pickle.dumps(generator)
-
-
-def _bytes_of_state(state: torch.Tensor) -> bytes:
-    return state.numpy().tobytes()
 
 
 def _path(module: str, name: str) -> str:

@@ -246,7 +246,7 @@ class Session:
             memory=context.memory,
             name=f"rank {context.group_rank}",
             takes_slices=context.slicing is not None,
-            observer=observer if self.filler is None else both(observer, self.filler),
+            observer=both(source.observer_of(step.inputs, plan, self.observer), self.filler),
         )
 
     def _compare_twins(self, records: Sequence[StepRecord]) -> None:

@@ -257,7 +257,7 @@ def is_trace(path: Path) -> bool:
 
 def read_trace(path: Path) -> list[Timeline]:
     """Read the steps of a trace."""
-    from bpipe.tools.chrome_read import load_trace
+    from bpipe.tools.trace_record import load_trace
 
     with sign_of_life(f"Reading {path}"):
         return load_trace(path)

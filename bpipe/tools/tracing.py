@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from math import nan
 from pathlib import Path
@@ -24,9 +24,9 @@ from bpipe.not_copied import NotCopied
 from bpipe.plan.action import WAIT_OF
 from bpipe.session.session import Session
 from bpipe.simulator.timeline import Lane
-from bpipe.tools.chrome import Origin, lines
-from bpipe.tools.chrome_read import joined, parse
+from bpipe.tools.chrome import lines
 from bpipe.tools.measured import Measured, merged
+from bpipe.tools.trace_record import Origin, joined, packed, parse
 from bpipe.whole_file import write_whole
 
 __all__ = ["Trace", "trace"]
@@ -148,12 +148,8 @@ class Trace(NotCopied):
     def _parts(self) -> Iterator[list[Measured]]:
         """Yield the steps of each schedule here, with its own rank's times."""
         assert self._clocks is not None
-        by_rank = dict(zip(self._clocks.plan_ranks, self._clocks.offsets))
-        errors = tuple(by_rank[rank].error_ns / 1e9 for rank in sorted(by_rank))
         for session, recorder in zip(self._sessions, self._recorders):
-            rank = session.context.plan_rank
-            zero_ns = self._clocks.zero_ns + by_rank[rank].offset_ns
-            yield [timeline_of(record, rank, zero_ns, errors) for record in recorder.records]
+            yield timelines_of(recorder.records, session.context.plan_rank, self._clocks)
 
     @property
     def timelines(self) -> list[Measured]:
@@ -182,7 +178,7 @@ class Trace(NotCopied):
             return self.timelines
         with first.guard.entered(), first.guard.failing_together(AgreementError):
             (part,) = self._parts()
-            files = first.context.transport.exchange(Collective.GATHER, "".join(lines(part, self._origin())).encode())
+            files = first.context.transport.exchange(Collective.GATHER, "".join(packed(part, self._origin())).encode())
         return joined([parse(data, f"rank {rank}") for rank, data in enumerate(files)])
 
 
@@ -211,7 +207,14 @@ def _seconds(times_ns: array[int], began_ns: int) -> array[float]:
     return array("d", [(ns - began_ns) / 1e9 if ns else nan for ns in times_ns])
 
 
-def timeline_of(record: RecordedStep, rank: int, zero_ns: int, errors: tuple[float, ...]) -> Measured:
+def timelines_of(records: Iterable[RecordedStep], rank: int, clocks: Clocks) -> list[Measured]:
+    """Return a rank's records as timelines on the clock that all ranks have."""
+    by_rank = dict(zip(clocks.plan_ranks, clocks.offsets))
+    errors = tuple(by_rank[one].error_ns / 1e9 for one in sorted(by_rank))
+    return [_timeline_of(record, rank, clocks.zero_ns + by_rank[rank].offset_ns, errors) for record in records]
+
+
+def _timeline_of(record: RecordedStep, rank: int, zero_ns: int, errors: tuple[float, ...]) -> Measured:
     """Return a record as a timeline on the trace's clock, whose zero is `zero_ns` on this rank's clock."""
     places = record.places
     plan, own = places.plan, slice(None, places.num_own)

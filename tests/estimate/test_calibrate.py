@@ -303,16 +303,16 @@ def test_bytes_of_a_plan_that_counts_slots_are_those_that_its_steps_measured(tmp
 
 
 def test_traces_without_sizes_and_with_wrong_ones(tmp_path) -> None:
-    """Earlier versions wrote none: then bytes are what a rank's memory grows by, and messages and links are not known."""
+    """Without any, as of evaluations, bytes are what a rank's memory grows by, and messages and links are not known."""
     schedules, _ = stepped(str(tmp_path))
-    for changed, match in ((None, ""), ({"0": ["1"]}, "a damaged trace"), ({"9": ["1 0"]}, "of other stages or slices")):
+    sizes = [[1], 0, None, []]
+    for changed, match in (({}, ""), ({"0": [sizes[:1]]}, "a damaged trace"), ({"9": [sizes]}, "of other stages or slices")):
         for file in tmp_path.iterdir():
             trace = json.loads(file.read_text())
-            for timeline in trace["otherData"]["timelines"]:
-                timeline.pop("stage_sizes", None)
-                timeline |= {} if changed is None else {"stage_sizes": changed}
+            for timeline in trace["record"]["timelines"]:
+                timeline[6][3] = changed
             file.write_text(json.dumps(trace))
-        if changed is None:
+        if not changed:
             costs = calibrated(bpipe.load_trace(tmp_path), schedules[0].plan)
             assert costs.saved(0) > 0 and costs.gradient_bytes is None and costs.link == Link()
         else:

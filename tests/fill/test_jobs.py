@@ -189,9 +189,9 @@ def job_with(**settings: Any) -> Job:
 REFUSED = [
     (object(), "give an object with step(seconds, num_bytes)"),
     (job_with(on_error="ignore"), "on_error='ignore': choose 'fail' or 'stop'"),
-    (job_with(budget=0), "budget=0: give a whole number of bytes"),
-    (job_with(held_bytes=-1), "held_bytes=-1: give a whole number of bytes, or None"),
-    (job_with(static_bytes=-1), "static_bytes=-1: give a whole number of bytes"),
+    (job_with(budget=0), "budget=0: give a whole number of at least 1, or None"),
+    (job_with(held_bytes=-1), "held_bytes=-1: give a whole number of at least 0, or None"),
+    (job_with(static_bytes=-1), "static_bytes=-1: give a whole number of at least 0"),
     (job_with(grace_s=0), "grace_s=0: give a positive number of seconds"),
 ]
 

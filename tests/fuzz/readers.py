@@ -41,11 +41,10 @@ from bpipe.schedules import Amount, Costs, Plan, Sizes, StageSizes, Timeline, bu
 from bpipe.schedules.torch_csv import from_csv
 from bpipe.simulator.timeline import Lane
 from bpipe.tools.balancing import balanced
-from bpipe.tools.chrome import Origin, lines
-from bpipe.tools.chrome_read import joined, parse
 from bpipe.tools.cli import main
 from bpipe.tools.measured import Measured
 from bpipe.tools.summary import data_of
+from bpipe.tools.trace_record import Origin, joined, packed, parse
 
 SUBJECT = header.Subject(3, 1, 2)
 CPU = torch.device("cpu")
@@ -104,7 +103,7 @@ def read_plan(data: bytes) -> None:
 
 
 def _trace(timelines: list[Timeline], run: str = "") -> bytes:
-    return "".join(lines(timelines, Origin(run=run))).encode()
+    return "".join(packed(timelines, Origin(run=run))).encode()
 
 
 def _measured(plan: Plan, only: int | None = None) -> Measured:

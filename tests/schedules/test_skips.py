@@ -28,7 +28,7 @@ from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, StageSizes, bu
 from bpipe.schedules.by_name import forward_plan
 from bpipe.simulator.critical import critical_path
 from bpipe.tools.chrome import save_trace
-from bpipe.tools.chrome_read import load_trace
+from bpipe.tools.trace_record import load_trace
 from tests.amounts import amounts, changed
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, assert_caught, at_other_place, damaged, lanes, refused
 from tests.schedules.replay import crossings, occupied, replay

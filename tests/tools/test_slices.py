@@ -13,10 +13,10 @@ from bpipe.passes.balance.balance import minimize_peak
 from bpipe.passes.communicate import computations_only
 from bpipe.schedules import Costs, Op, Sizes, Timeline, build, finish, simulate
 from bpipe.tools.chrome import save_trace
-from bpipe.tools.chrome_read import load_trace
 from bpipe.tools.cli import main
 from bpipe.tools.paper import Paper
 from bpipe.tools.scene import compose
+from bpipe.tools.trace_record import load_trace
 from tests.tools.test_page import MIDDLES, page, run
 
 SIZE = ("-p", "4", "-m", "4")

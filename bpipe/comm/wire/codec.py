@@ -1,14 +1,16 @@
 """Encode the records that ranks send each other, except headers, which are frequent and have a separate format.
 
-A record is a NamedTuple. It travels as a JSON array of its type's name and its fields, bytes in hexadecimal digits, and a record or
-dataclass inside it as an array of fields. What arrives is checked against the types of the fields once, in `decode`, so that
-nothing else has to doubt it: text can be shown on a terminal. Nothing is unpickled.
+A record is a NamedTuple. It travels as a JSON array of its type's name and its fields, bytes in hexadecimal digits, a record or
+dataclass inside it as an array of fields, and Python's `array` as one of numbers, with null for nan. What arrives is checked
+against the types of the fields once, in `decode`, so that nothing else has to doubt it: text can be shown on a terminal. Nothing
+is unpickled.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from enum import IntEnum
@@ -22,7 +24,7 @@ __all__: list[str] = []
 
 Record = TypeVar("Record", bound=tuple[Any, ...])
 T = TypeVar("T")
-Read = Callable[[Any], Any]  # checks a JSON value and converts it; raises ValueError or TypeError
+Read = Callable[[Any], Any]  # checks a JSON value and converts it; raises a ValueError, TypeError or OverflowError
 
 MAX_BYTES = 2**18  # of a record
 MAX_INT = 2**64  # which is more than any field holds; Python's integers have no end
@@ -35,7 +37,9 @@ def encode(record: tuple[Any, ...]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Return bytes as text, and a dataclass as an array; raise a TypeError for anything else."""
+    """Return bytes as text, and an array or a dataclass as a list; raise a TypeError for anything else."""
+    if isinstance(value, array):
+        return [None if number != number else number for number in value]
     return value.hex() if isinstance(value, bytes) else [getattr(value, field.name) for field in fields(value)]
 
 
@@ -62,21 +66,30 @@ def decode(kind: type[Record], data: bytes, what: str, most_bytes: float = MAX_B
         name, *values = json.loads(data.decode())
         if name != kind.__name__:
             raise ValueError(f"it is of type {name!r:.40}")
-        return _record(kind, values)
-    except (ValueError, TypeError, RecursionError) as error:
+        return read_record(kind, values)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
         raise CommError(f"{len(data)} bytes that start {data[:24]!r} are not a valid {what}: {error!s:.200}") from error
 
 
 @cache
 def _reads(kind: Callable[..., Any]) -> dict[str, Read]:
     """Return what reads each field of a NamedTuple or dataclass."""
-    return {name: _read_of(hint) for name, hint in get_type_hints(kind).items()}
+    return {name: _read_of(hint) for name, hint in get_type_hints(kind, localns={"array": _ArrayOf}).items()}
+
+
+class _ArrayOf:
+    """What `array` stands for in hints: `array[int]` is what reads one. Before Python 3.12, `array` itself takes no type."""
+
+    def __class_getitem__(cls, item: type) -> Read:
+        return partial(_numbers, "d", _number) if item is float else partial(_numbers, "q", _integer)
 
 
 def _read_of(hint: Any) -> Read:
     origin, args = get_origin(hint), get_args(hint)
     if origin is tuple:
         return partial(_many, _read_of(args[0])) if args[1:] == (...,) else partial(_some, list(map(_read_of, args)))
+    if isinstance(hint, partial):
+        return hint
     if origin is UnionType:  # with None
         read = _read_of(args[0])
         return lambda value: None if value is None else read(value)
@@ -84,10 +97,11 @@ def _read_of(hint: Any) -> Read:
         return partial(_mapping, *map(_read_of, args))
     if issubclass(hint, IntEnum):
         return lambda value: hint(_integer(value))
-    return {bool: _boolean, int: _integer, float: _number, str: _text, bytes: _bytes}.get(hint) or partial(_record, hint)
+    return {bool: _boolean, int: _integer, float: _number, str: _text, bytes: _bytes}.get(hint) or partial(read_record, hint)
 
 
-def _record(kind: Callable[..., T], values: Any) -> T:
+def read_record(kind: Callable[..., T], values: Any) -> T:
+    """Return a record or dataclass, given its fields as JSON has them; raise as a `Read` does if they are not its."""
     reads = _reads(kind)
     return kind(**dict(zip(reads, _some(list(reads.values()), values))))
 
@@ -110,6 +124,10 @@ def _array(value: Any) -> list[Any]:
     if type(value) is not list:
         raise TypeError("a field is not an array")
     return value
+
+
+def _numbers(typecode: str, read: Read, values: Any) -> array[Any]:
+    return array(typecode, [math.nan if value is None else read(value) for value in _array(values)])
 
 
 def _boolean(value: Any) -> bool:
