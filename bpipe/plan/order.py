@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
@@ -214,6 +215,26 @@ class _Clock:
         if stuck:
             more = f" and {len(stuck) - MOST_TOLD} more" * (len(stuck) > MOST_TOLD)
             raise PlanError(f"no order of the computations works: {', '.join(stuck[:MOST_TOLD])}{more} wait for each other")
+
+
+Agenda = list[tuple[float, int]]  # a heap: when lanes go on that are not blocked
+
+
+def run_in_time(lanes: Sequence[Iterator[float | None]], agenda: Agenda) -> None:
+    """Advance the lane that is furthest behind, again and again, so that what lanes do together happens in the order of time.
+
+    Args:
+        lanes: each yields when it goes on, or None if it is blocked: then what it waits for puts it on the agenda.
+        agenda: when each lane begins, by its place.
+    """
+    while agenda:
+        _, lane = heappop(agenda)
+        for moment in lanes[lane]:
+            if moment is None:
+                break
+            if agenda and agenda[0] < (moment, lane):
+                heappush(agenda, (moment, lane))
+                break
 
 
 YES, AWAITED = 1, 2  # whether an event has happened; 0: it has not, and no lane waits for it
