@@ -61,9 +61,9 @@ def check_issue_orders(plan: Plan, orders: Sequence[Sequence[Action]]) -> None:
             if action.op in START_OF and action.start_identity not in started:
                 raise PlanError(f"plan {plan.name!r}: rank {rank} issues {action} before the transfer that it completes")
     stuck = run_greedily(replace(plan, actions=tuple(map(_blocking, orders)), served=((),) * plan.num_ranks))
-    if stuck:
-        where = ", ".join(f"rank {rank} at {action._replace(op=START_OF.get(action.op, action.op))}" for rank, action, _ in sorted(stuck))
-        raise PlanError(f"plan {plan.name!r}: with one hardware queue per device, {where} wait for each other forever")
+    where = [f"rank {rank} at {action._replace(op=START_OF.get(action.op, action.op))}" for rank, action, _ in sorted(stuck)]
+    if where:
+        raise PlanError(f"plan {plan.name!r}: with one hardware queue per device, {', '.join(where)} wait for each other forever")
 
 
 def _blocking(order: Sequence[Action]) -> tuple[Action, ...]:
@@ -94,8 +94,8 @@ class _Issuing:
         ends = [(start + _units(self._plan, one) for start, one in zip(*lane)) for lane in zip(starts, computed)]
         run_in_time([self._lane(rank, own) for rank, own in enumerate(ends)], self._agenda)
         if self._blocked:
-            stuck = ", ".join(f"rank {rank} at {action}" for _, rank, action in self._blocked.values())
-            raise PlanError(f"plan {self._plan.name!r}: {stuck} wait for each other forever")
+            stuck = [f"rank {rank} at {action}" for _, rank, action in self._blocked.values()]
+            raise PlanError(f"plan {self._plan.name!r}: {', '.join(stuck)} wait for each other forever")
         for (rank, _), chain in self._chains.items():
             self._orders[rank] += chain
         return self._orders
