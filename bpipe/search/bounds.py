@@ -102,7 +102,7 @@ def _kept_s(shop: JobShop, lane: Sequence[int], alone_s: Sequence[float]) -> flo
     for number in lane:
         op, stage, unit, *_ = shop.actions[number]
         if op is Op.F:
-            back = shop.backward_of(stage, unit)
+            back = shop.made_by((Op.B, stage, unit))
             kept_s = alone_s[back] + shop.seconds[back] - alone_s[number]
             kept += (shop.takes[number] - shop.gives[number]) * kept_s
         elif op is Op.W:
