@@ -89,10 +89,8 @@ class _Issuing:
         self._agenda: Agenda = [(0, rank) for rank in range(plan.num_ranks)]
 
     def run(self) -> list[list[Action]]:
-        computed = [self._plan.compute(rank) for rank in range(self._plan.num_ranks)]
-        starts, _ = clock_of(self._plan, computed)
-        ends = [(start + _units(self._plan, one) for start, one in zip(*lane)) for lane in zip(starts, computed)]
-        run_in_time([self._lane(rank, own) for rank, own in enumerate(ends)], self._agenda)
+        starts, _ = clock_of(self._plan, list(map(self._plan.compute, range(self._plan.num_ranks))))
+        run_in_time([self._lane(rank, own) for rank, own in enumerate(starts)], self._agenda)
         if self._blocked:
             stuck = [f"rank {rank} at {action}" for _, rank, action in self._blocked.values()]
             raise PlanError(f"plan {self._plan.name!r}: {', '.join(stuck)} wait for each other forever")
@@ -100,15 +98,17 @@ class _Issuing:
             self._orders[rank] += chain
         return self._orders
 
-    def _lane(self, rank: int, ends: Iterator[int]) -> Iterator[int | None]:
+    def _lane(self, rank: int, starts: Sequence[int]) -> Iterator[int | None]:
         """Issue a rank's actions one after the other; the first one, and the second one of a pair, at once."""
+        plan, pair = self._plan, UNITS[Op.B]  # what a pair takes more than its forward
+        ends = (start + UNITS[one.op] + pair * plan.begins_pair(one) for start, one in zip(starts, plan.compute(rank)))
         goes_on, now, end = True, 0, next(ends, 0)  # the end times of the previous computation and of the next one
-        for action in self._plan.actions[rank]:
+        for action in plan.actions[rank]:
             # A computation is issued when it ends, so that transfers before that are issued first.
             moment = end if action.op in _WITH_COMPUTATION else now
             if not goes_on:
                 yield moment
-            is_own, transfer = action.peer is None or action.peer == HOST, _transfer(self._plan, action)
+            is_own, transfer = action.peer is None or action.peer == HOST, _transfer(plan, action)
             if action.op in START_OF and not is_own and transfer not in self._issued:
                 self._blocked[transfer] = moment, rank, action
                 yield None
@@ -121,7 +121,7 @@ class _Issuing:
                     self._issued.add(transfer)
             if action.op in COMPUTE:
                 now, end = end, next(ends, end)
-            goes_on = self._plan.begins_pair(action)
+            goes_on = plan.begins_pair(action)
 
     def _come(self, rank: int, action: Action, transfer: Transfer | None) -> None:
         """Note that one end of a message has reached its transfer; if it is the second, issue both, and wake who waits for it."""
@@ -142,11 +142,6 @@ class _Issuing:
             self._orders[action.peer].append(each)
             if each.identity == served:
                 break
-
-
-def _units(plan: Plan, action: Action) -> int:
-    """Return how long a computation takes, or a pair from its forward on."""
-    return UNITS[action.op] + UNITS[Op.B] * plan.begins_pair(action)
 
 
 def _transfer(plan: Plan, action: Action) -> Transfer | None:

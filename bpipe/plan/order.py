@@ -45,26 +45,22 @@ def needs(flow: Flow, action: Action) -> tuple[OpKey, ...]:
     return tuple((Op(end.op), end.stage, unit) for end in flow.needs(RESULT[op], stage, flow.turn_of(unit)))
 
 
-class Moments:
-    """A moment for each result: 8 bytes each, so that the plans of thousands of ranks fit into memory.
+class Moments(dict[Node, "array[int]"]):
+    """By node and unit, a moment for each result: 8 bytes each, so that the plans of thousands of ranks fit into memory.
 
-    The stages that run one part share its moments, because each microbatch passes one of them.
+    Those that are not known are negative. The stages that run one part share its moments: each microbatch passes one of them.
     """
 
     def __init__(self, flow: Flow, num_units: int) -> None:
-        self._unknown = array("q", [UNKNOWN]) * num_units
-        self._parts = flow.parts
-        self._tables: dict[Node, array[int]] = {}
+        self._parts, self._num_units = flow.parts, num_units
+
+    def __missing__(self, node: Node) -> array[int]:
+        self[node] = array("q", [UNKNOWN]) * self._num_units
+        return self[node]
 
     def of(self, result: str, stage: int) -> array[int]:
-        """Return the moments of a stage's results, by unit; those that are not known are negative."""
-        return self.of_node(Node(result, self._parts[stage]))
-
-    def of_node(self, node: Node) -> array[int]:
-        """Return the moments of a node's results, by unit."""
-        if node not in self._tables:
-            self._tables[node] = self._unknown[:]
-        return self._tables[node]
+        """Return the moments of a stage's results, by unit."""
+        return self[Node(result, self._parts[stage])]
 
 
 def num_units_of(lanes: Sequence[Sequence[Action]], flow: Flow) -> int:
@@ -163,7 +159,7 @@ def _kind(op: Op, part: int, flow: Flow, begins: Moments, ends: Moments) -> _Kin
     node = Node(RESULT[op], part)
     needs = (Node(OF_ITSELF[op], part),) if op in OF_ITSELF else flow.latest_sources.get(node, ())
     step = 0 if op in OF_ITSELF or node not in flow.stateful else 1 if op is Op.F else -1
-    return _Kind([(need, ends.of_node(need), 0) for need in needs], node, begins.of_node(node), ends.of_node(node), UNITS[op], step)
+    return _Kind([(need, ends[need], 0) for need in needs], node, begins[node], ends[node], UNITS[op], step)
 
 
 def _beside(lane: Sequence[Action], index: int, slices: int) -> Action:
