@@ -12,13 +12,13 @@ than there.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from heapq import heappop, heappush
+from dataclasses import replace
+from heapq import heappush
 
 from bpipe.errors import PlanError
-from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, RECEIVES, SHARDING, START_OF, Action, Identity, Op
-from bpipe.plan.order import UNITS, clock_of
+from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, RECEIVES, SHARDING, START_OF, WAIT_OF, Action, Identity, Op
+from bpipe.plan.order import UNITS, Agenda, clock_of, run_greedily, run_in_time
 from bpipe.plan.plan import Plan
 
 __all__ = ["check_issue_orders", "issue_orders"]
@@ -60,45 +60,16 @@ def check_issue_orders(plan: Plan, orders: Sequence[Sequence[Action]]) -> None:
             started.add(action.identity)
             if action.op in START_OF and action.start_identity not in started:
                 raise PlanError(f"plan {plan.name!r}: rank {rank} issues {action} before the transfer that it completes")
-    positions = [0] * plan.num_ranks
-    there: dict[Transfer | None, int] = {}  # the rank that has reached a transfer
-    runnable = list(range(plan.num_ranks))
-    while runnable:
-        rank = runnable.pop()
-        while positions[rank] < len(orders[rank]):
-            action = orders[rank][positions[rank]]
-            if action.is_post and action.peer != HOST:
-                transfer = _transfer(plan, action)
-                other = there.pop(transfer, None)
-                if other is None:
-                    there[transfer] = rank
-                    break
-                positions[other] += 1
-                runnable.append(other)
-            positions[rank] += 1
-    stuck = [f"rank {r} at {orders[r][at]}" for r, at in enumerate(positions) if at < len(orders[r])]
-    if stuck:
-        raise PlanError(f"plan {plan.name!r}: with one hardware queue per device, {', '.join(stuck)} wait for each other forever")
+    stuck = run_greedily(replace(plan, actions=tuple(map(_blocking, orders)), served=((),) * plan.num_ranks))
+    where = [f"rank {rank} at {action._replace(op=START_OF.get(action.op, action.op))}" for rank, action, _ in sorted(stuck)]
+    if where:
+        raise PlanError(f"plan {plan.name!r}: with one hardware queue per device, {', '.join(where)} wait for each other forever")
 
 
-class _Lane:
-    """A rank's lane, and when each of its computations ends."""
-
-    def __init__(self, actions: Sequence[Action], ends: Iterator[int]) -> None:
-        self.actions, self._ends = actions, ends
-        self.position = 0
-        self._now, self._end = 0, next(ends, 0)  # the end times of the previous computation and of the next one
-
-    def is_done(self) -> bool:
-        return self.position == len(self.actions)
-
-    def moment(self) -> int:
-        """Return when the next action is issued: a computation when it ends, so that transfers before that are issued first."""
-        return self._end if self.actions[self.position].op in _WITH_COMPUTATION else self._now
-
-    def computed(self) -> None:
-        """Note that a computation has been issued."""
-        self._now, self._end = self._end, next(self._ends, self._end)
+def _blocking(order: Sequence[Action]) -> tuple[Action, ...]:
+    """Return the transfers with other ranks in an order, each of which ends before anything else begins."""
+    posts = (action for action in order if action.is_post and action.peer != HOST)
+    return tuple(end for post in posts for end in (post, post._replace(op=WAIT_OF[post.op])))
 
 
 class _Issuing:
@@ -109,70 +80,59 @@ class _Issuing:
     """
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self._ranks = plan, range(plan.num_ranks)
-        self._orders: list[list[Action]] = [[] for _ in self._ranks]
-        computed = [plan.compute(rank) for rank in self._ranks]
-        starts, _ = clock_of(plan, computed)
-        self._lanes = [
-            _Lane(plan.actions[r], (start + _units(plan, one) for start, one in zip(starts[r], computed[r]))) for r in self._ranks
-        ]
-        self._chains = {(rank, peer): iter(chain) for rank in self._ranks for peer, chain in plan.chains(rank).items()}
+        self._plan = plan
+        self._orders: list[list[Action]] = [[] for _ in plan.actions]
+        self._chains = {(rank, peer): iter(chain) for rank in range(plan.num_ranks) for peer, chain in plan.chains(rank).items()}
         self._reached: dict[Transfer | None, tuple[int, Action]] = {}  # transfers that one end has reached so far
         self._issued: set[Transfer | None] = set()
-        self._waiting: dict[Transfer | None, list[int]] = defaultdict(list)
+        self._blocked: dict[Transfer | None, tuple[int, int, Action]] = {}  # lanes that wait for a transfer: when, who, and where
+        self._agenda: Agenda = [(0, rank) for rank in range(plan.num_ranks)]
 
     def run(self) -> list[list[Action]]:
-        ready = [(0, rank) for rank in self._ranks if self._plan.actions[rank]]
-        while ready:
-            _, rank = heappop(ready)
-            for each in self._advance(rank):
-                if not self._lanes[each].is_done():
-                    heappush(ready, (self._lanes[each].moment(), each))
-        stuck = [f"rank {r} at {lane.actions[lane.position]}" for r, lane in enumerate(self._lanes) if not lane.is_done()]
-        if stuck:
+        starts, _ = clock_of(self._plan, list(map(self._plan.compute, range(self._plan.num_ranks))))
+        run_in_time([self._lane(rank, own) for rank, own in enumerate(starts)], self._agenda)
+        if self._blocked:
+            stuck = [f"rank {rank} at {action}" for _, rank, action in self._blocked.values()]
             raise PlanError(f"plan {self._plan.name!r}: {', '.join(stuck)} wait for each other forever")
         for (rank, _), chain in self._chains.items():
             self._orders[rank] += chain
         return self._orders
 
-    def _advance(self, rank: int) -> list[int]:
-        """Issue the next action of a rank, or both of a pair; return the ranks that may go on."""
-        lane, able = self._lanes[rank], [rank]
-        while True:
-            action = lane.actions[lane.position]
-            woken = self._issue(rank, action)
-            if woken is None:
-                return []
-            able += woken
-            lane.position += 1
+    def _lane(self, rank: int, starts: Sequence[int]) -> Iterator[int | None]:
+        """Issue a rank's actions one after the other; the first one, and the second one of a pair, at once."""
+        plan, pair = self._plan, UNITS[Op.B]  # what a pair takes more than its forward
+        ends = (start + UNITS[one.op] + pair * plan.begins_pair(one) for start, one in zip(starts, plan.compute(rank)))
+        goes_on, now, end = True, 0, next(ends, 0)  # the end times of the previous computation and of the next one
+        for action in plan.actions[rank]:
+            # A computation is issued when it ends, so that transfers before that are issued first.
+            moment = end if action.op in _WITH_COMPUTATION else now
+            if not goes_on:
+                yield moment
+            is_own, transfer = action.peer is None or action.peer == HOST, _transfer(plan, action)
+            if action.op in START_OF and not is_own and transfer not in self._issued:
+                self._blocked[transfer] = moment, rank, action
+                yield None
+            if action.is_post and action.op not in MIRROR:
+                self._come(rank, action, transfer)
+            else:
+                self._orders[rank].append(action)
+                if action.op in POSTS and not is_own:
+                    self._serve(rank, action)
+                    self._issued.add(transfer)
             if action.op in COMPUTE:
-                lane.computed()
-            if not self._plan.begins_pair(action):
-                return able
+                now, end = end, next(ends, end)
+            goes_on = plan.begins_pair(action)
 
-    def _issue(self, rank: int, action: Action) -> list[int] | None:
-        """Issue an action, or note that a rank has reached it; return the ranks that waited for it, or None if it must wait."""
-        is_own, transfer = action.peer is None or action.peer == HOST, _transfer(self._plan, action)
-        if action.op in START_OF and not is_own and transfer not in self._issued:
-            self._waiting[transfer].append(rank)
-            return None
-        if action.is_post and action.op not in MIRROR:
-            return self._come(rank, action, transfer)
-        self._orders[rank].append(action)
-        if action.op in POSTS and not is_own:
-            self._serve(rank, action)
-            self._issued.add(transfer)
-        return []
-
-    def _come(self, rank: int, action: Action, transfer: Transfer | None) -> list[int]:
-        """Note that one end of a message has reached its transfer; if it is the second, issue both and return the ranks woken."""
+    def _come(self, rank: int, action: Action, transfer: Transfer | None) -> None:
+        """Note that one end of a message has reached its transfer; if it is the second, issue both, and wake who waits for it."""
         if transfer not in self._reached:
             self._reached[transfer] = (rank, action)
-            return []
+            return
         for end, post in (self._reached.pop(transfer), (rank, action)):
             self._orders[end].append(post)
         self._issued.add(transfer)
-        return self._waiting.pop(transfer, [])
+        if transfer in self._blocked:
+            heappush(self._agenda, self._blocked.pop(transfer)[:2])
 
     def _serve(self, evictor: int, action: Action) -> None:
         """Issue an acceptor's end, and the actions before it in its chain."""
@@ -182,11 +142,6 @@ class _Issuing:
             self._orders[action.peer].append(each)
             if each.identity == served:
                 break
-
-
-def _units(plan: Plan, action: Action) -> int:
-    """Return how long a computation takes, or a pair from its forward on."""
-    return UNITS[action.op] + UNITS[Op.B] * plan.begins_pair(action)
 
 
 def _transfer(plan: Plan, action: Action) -> Transfer | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
@@ -24,7 +25,6 @@ UNITS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
 # The results that others wait for: I stands for the whole backward.
 RESULT = {Op.F: Op.F, Op.B: Op.B, Op.I: Op.B, Op.W: Op.W, Op.R: Op.R}
 OF_ITSELF = {Op.W: Op.B, Op.R: Op.F}  # what a computation needs that is the rest, or the repetition, of another one of its stage
-AT_ONCE = Node("", -1)  # stands for what is there from the beginning
 
 
 def backward_units(num_microbatches: int, slices: int) -> list[int]:
@@ -45,26 +45,22 @@ def needs(flow: Flow, action: Action) -> tuple[OpKey, ...]:
     return tuple((Op(end.op), end.stage, unit) for end in flow.needs(RESULT[op], stage, flow.turn_of(unit)))
 
 
-class Moments:
-    """A moment for each result: 8 bytes each, so that the plans of thousands of ranks fit into memory.
+class Moments(dict[Node, "array[int]"]):
+    """By node and unit, a moment for each result: 8 bytes each, so that the plans of thousands of ranks fit into memory.
 
-    The stages that run one part share its moments, because each microbatch passes one of them.
+    Those that are not known are negative. The stages that run one part share its moments: each microbatch passes one of them.
     """
 
     def __init__(self, flow: Flow, num_units: int) -> None:
-        self._unknown = array("q", [UNKNOWN]) * num_units
-        self._parts = flow.parts
-        self._tables: dict[Node, array[int]] = {}
+        self._parts, self._num_units = flow.parts, num_units
+
+    def __missing__(self, node: Node) -> array[int]:
+        self[node] = array("q", [UNKNOWN]) * self._num_units
+        return self[node]
 
     def of(self, result: str, stage: int) -> array[int]:
-        """Return the moments of a stage's results, by unit; those that are not known are negative."""
-        return self.of_node(Node(result, self._parts[stage]))
-
-    def of_node(self, node: Node) -> array[int]:
-        """Return the moments of a node's results, by unit."""
-        if node not in self._tables:
-            self._tables[node] = self._unknown[:]
-        return self._tables[node]
+        """Return the moments of a stage's results, by unit."""
+        return self[Node(result, self._parts[stage])]
 
 
 def num_units_of(lanes: Sequence[Sequence[Action]], flow: Flow) -> int:
@@ -108,21 +104,50 @@ def clock(
     Raises:
         PlanError: the lanes wait for each other in a cycle, or lack microbatches.
     """
-    clocked = _Clock(lanes, flow, overlapped)
-    clocked.run()
-    clocked.check_all_ran()
-    return clocked.starts, clocked.begins
-
-
-Need = tuple[Node, "array[int]"]  # a result, and when it has ended
+    num_units, slices = num_units_of(lanes, flow), flow.slices
+    begins, ends = (Moments(flow, num_units) for _ in range(2))
+    kinds = {op: [_kind(op, part, flow, begins, ends) for part in flow.parts] for op in RESULT}
+    starts, free = [array("q") for _ in lanes], [0] * len(lanes)
+    waiting: dict[tuple[Node, int], list[int]] = defaultdict(list)
+    runnable = deque(range(len(lanes)))
+    while runnable:
+        rank = runnable.popleft()
+        now, lane, start = free[rank], lanes[rank], starts[rank].append
+        for index in range(len(starts[rank]), len(lane)):
+            op, stage, unit, _, _ = lane[index]
+            needs, result, begun, ended, units, step = kinds[op][stage]
+            if step and (unit - step) // slices == unit // slices and ended[unit - step] < 0:
+                break  # it comes later in this very lane
+            ready, together = now, 0
+            if overlapped and op is Op.F and (stage, unit) in overlapped:
+                other = _beside(lane, index, slices)
+                beside = kinds[other[0]][other[1]]
+                needs = [*needs, *((need, there, other[2] - unit) for need, there, _ in beside.needs)]
+                together = units + beside.units
+            for need, there, by in needs:
+                if (arrived := there[unit + by]) < 0:
+                    waiting[need, unit + by].append(rank)
+                    there[unit + by] = ready = EXPECTED
+                    break
+                if arrived > ready:
+                    ready = arrived
+            if ready < 0:
+                break
+            start(ready)
+            begun[unit] = ready
+            now = ready + units
+            if ended[unit] == EXPECTED:
+                runnable.extend(waiting.pop((result, unit)))
+            ended[unit] = ready + together if together else now
+        free[rank] = now
+    _check_all_ran(lanes, starts, slices)
+    return starts, begins
 
 
 class _Kind(NamedTuple):
     """What all computations of one operation and stage have in common; times are by unit."""
 
-    need: Node  # the result that each waits for, and when it has ended
-    there: array[int]
-    others: tuple[Need, ...]  # and others, if there are any
+    needs: Sequence[tuple[Node, array[int], int]]  # the results that each waits for, when they have ended, and of which unit
     result: Node
     begun: array[int]
     ended: array[int]
@@ -130,90 +155,51 @@ class _Kind(NamedTuple):
     step: int  # from the slice before it, whose state it reads, to it; 0 if it reads none
 
 
-class _Clock:
-    """Ranks that compute, each in its order, as soon as what they need is there."""
+def _kind(op: Op, part: int, flow: Flow, begins: Moments, ends: Moments) -> _Kind:
+    node = Node(RESULT[op], part)
+    needs = (Node(OF_ITSELF[op], part),) if op in OF_ITSELF else flow.latest_sources.get(node, ())
+    step = 0 if op in OF_ITSELF or node not in flow.stateful else 1 if op is Op.F else -1
+    return _Kind([(need, ends[need], 0) for need in needs], node, begins[node], ends[node], UNITS[op], step)
 
-    def __init__(self, lanes: Sequence[Sequence[Action]], flow: Flow, overlapped: Collection[MicrobatchKey]) -> None:
-        self.lanes, self.slices, self.overlapped = lanes, flow.slices, overlapped
-        num_units = num_units_of(lanes, flow)
-        self.begins, ends = (Moments(flow, num_units) for _ in range(2))
-        self.starts = [array("q") for _ in lanes]
-        self.waiting: dict[tuple[Node, int], list[int]] = defaultdict(list)
-        sources, at_once = flow.latest_sources, (AT_ONCE, array("q", [0]) * num_units)
-        self.kinds: dict[tuple[Op, int], _Kind] = {}
-        for op, result in RESULT.items():
-            for stage, part in enumerate(flow.parts):
-                node = Node(result, part)
-                needed = (Node(OF_ITSELF[op], part),) if op in OF_ITSELF else sources.get(node, ())
-                step = 0 if op in OF_ITSELF or node not in flow.stateful else 1 if op is Op.F else -1
-                (need, there), *others = [(need, ends.of_node(need)) for need in needed] or [at_once]
-                begun, ended = self.begins.of_node(node), ends.of_node(node)
-                self.kinds[op, stage] = _Kind(need, there, tuple(others), node, begun, ended, UNITS[op], step)
 
-    def run(self) -> None:
-        """Run all ranks' computations as far as they can."""
-        lanes, starts, free, kinds, waiting = self.lanes, self.starts, [0] * len(self.lanes), self.kinds, self.waiting
-        overlapped, slices = self.overlapped, self.slices
-        runnable = deque(range(len(lanes)))
-        while runnable:
-            rank = runnable.popleft()
-            now, lane, start = free[rank], lanes[rank], starts[rank].append
-            for index in range(len(starts[rank]), len(lane)):
-                op, stage, unit, _, _ = lane[index]
-                need, there, others, result, begun, ended, units, step = kinds[op, stage]
-                if step and (unit - step) // slices == unit // slices and ended[unit - step] < 0:
-                    break  # it comes later in this very lane
-                ready, end = there[unit], 0
-                if ready < 0:
-                    waiting[need, unit].append(rank)
-                    there[unit] = EXPECTED
-                    break
-                if others and (ready := self._ready(rank, others, unit, ready)) < 0:
-                    break
-                if overlapped and op is Op.F and (stage, unit) in overlapped:
-                    other = self._beside(lane, index)
-                    beside = kinds[other[0], other[1]]
-                    ready = self._ready(rank, ((beside.need, beside.there), *beside.others), other[2], ready)
-                    if ready < 0:
-                        break
-                    end = max(ready, now) + units + beside.units
-                if ready > now:
-                    now = ready
-                start(now)
-                begun[unit] = now
-                now += units
-                if ended[unit] == EXPECTED:
-                    runnable.extend(waiting.pop((result, unit)))
-                ended[unit] = end or now
-            free[rank] = now
+def _beside(lane: Sequence[Action], index: int, slices: int) -> Action:
+    """Return the backward that runs side by side with a forward."""
+    beside = lane[index + 1] if index + 1 < len(lane) else lane[index]
+    if beside[0] is not Op.B:
+        raise PlanError(f"{lane[index].text(slices)} runs side by side with the backward behind it, and there is none")
+    return beside
 
-    def _ready(self, rank: int, needs: Sequence[Need], unit: int, ready: int) -> int:
-        """Return when more is there that a computation needs; negative, and the rank waits, if something is not there yet."""
-        for need, there in needs:
-            if there[unit] < 0:
-                self.waiting[need, unit].append(rank)
-                there[unit] = EXPECTED
-                return EXPECTED
-            ready = max(ready, there[unit])
-        return ready
 
-    def _beside(self, lane: Sequence[Action], index: int) -> Action:
-        """Return the backward that runs side by side with a forward."""
-        beside = lane[index + 1] if index + 1 < len(lane) else lane[index]
-        if beside[0] is not Op.B:
-            raise PlanError(f"{lane[index].text(self.slices)} runs side by side with the backward behind it, and there is none")
-        return beside
+def _check_all_ran(lanes: Sequence[Sequence[Action]], starts: Sequence[Sequence[int]], slices: int) -> None:
+    """Raise if ranks wait for each other."""
+    stuck = [
+        f"rank {rank} before {lane[len(done)].text(slices)}"
+        for rank, (done, lane) in enumerate(zip(starts, lanes))
+        if len(done) < len(lane)
+    ]
+    if stuck:
+        more = f" and {len(stuck) - MOST_TOLD} more" * (len(stuck) > MOST_TOLD)
+        raise PlanError(f"no order of the computations works: {', '.join(stuck[:MOST_TOLD])}{more} wait for each other")
 
-    def check_all_ran(self) -> None:
-        """Raise if ranks wait for each other."""
-        stuck = [
-            f"rank {rank} before {lane[len(done)].text(self.slices)}"
-            for rank, (done, lane) in enumerate(zip(self.starts, self.lanes))
-            if len(done) < len(lane)
-        ]
-        if stuck:
-            more = f" and {len(stuck) - MOST_TOLD} more" * (len(stuck) > MOST_TOLD)
-            raise PlanError(f"no order of the computations works: {', '.join(stuck[:MOST_TOLD])}{more} wait for each other")
+
+Agenda = list[tuple[float, int]]  # a heap: when lanes go on that are not blocked
+
+
+def run_in_time(lanes: Sequence[Iterator[float | None]], agenda: Agenda) -> None:
+    """Advance the lane that is furthest behind, again and again, so that what lanes do together happens in the order of time.
+
+    Args:
+        lanes: each yields when it goes on, or None if it is blocked: then what it waits for puts it on the agenda.
+        agenda: when each lane begins, by its place.
+    """
+    while agenda:
+        _, lane = heappop(agenda)
+        for moment in lanes[lane]:
+            if moment is None:
+                break
+            if agenda and agenda[0] < (moment, lane):
+                heappush(agenda, (moment, lane))
+                break
 
 
 YES, AWAITED = 1, 2  # whether an event has happened; 0: it has not, and no lane waits for it

@@ -6,14 +6,13 @@ for each forward. On a chain of stages that is 1F1B.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from math import ceil
+from math import ceil, inf
 
 from bpipe.flow.flow import Flow
-from bpipe.plan.action import Action, Op, OpKey
-from bpipe.plan.order import UNITS, clock, needs
+from bpipe.plan.action import Action, Op
+from bpipe.plan.order import UNITS, clock
 from bpipe.plan.plan import Plan
+from bpipe.schedules.greedy import Timed, TimedRank, greedy_order
 
 __all__: list[str] = []
 
@@ -32,90 +31,37 @@ def computations_for(flow: Flow, name: str = "any_flow") -> Plan:
         [True, True, True, True]
     """
     num_ranks, limits = 1 + max(flow.stage_ranks), _in_flight(flow)
-    tried = [_Greedy(flow, [ceil(limit * share) for limit in limits]).lanes() for share in SHARES]
+    tried = [_within(flow, [ceil(limit * share) for limit in limits]) for share in SHARES if flow.has_backward]
+    tried = [lanes for lanes in tried if sum(map(len, lanes)) == flow.num_units * len(flow.nodes)]
+    tried = tried or [_within(flow, [inf] * num_ranks)]
     spans = [max(start[-1] for start in clock(lanes, flow)[0] if start) for lanes in tried]
     lanes = next(one for one, span in zip(tried, spans) if span <= ABOUT_EQUAL * min(spans))
     return Plan(name=name, flow=flow, actions=tuple(map(tuple, lanes)), served=((),) * num_ranks, slots=(None,) * num_ranks)
 
 
-class _Greedy:
-    """Ranks that each take the first computation that can run: backwards before forwards, earlier microbatches first.
-
-    Args:
-        limits: how many forwards each rank may have open; more, where nobody could go on.
-    """
-
-    def __init__(self, flow: Flow, limits: list[int]) -> None:
-        self.flow, self.limits, self.ended, self.now = flow, limits, dict[OpKey, int](), 0
-        self.done: list[list[Action]] = [[] for _ in limits]
-        self.free, self.held = [0] * len(limits), [0] * len(limits)
-        self.queues: list[list[deque[Action]]] = [[] for _ in limits]  # a stage takes its units in order
+def _within(flow: Flow, limits: list[float]) -> list[list[Action]]:
+    """Return what ranks run with so many forwards open: backwards before forwards, earlier microbatches first."""
+    timed: list[list[Timed]] = [[] for _ in limits]
+    for stage, rank in enumerate(flow.stage_ranks):
         for op in (Op.B, Op.F) if flow.has_backward else (Op.F,):
-            for stage, rank in enumerate(flow.stage_ranks):
-                self.queues[rank].append(deque(Action(op, stage, unit) for unit in flow.units_of(op, stage)))
-
-    def lanes(self) -> list[list[Action]]:
-        ranks = range(len(self.limits))
-        while any(queue for queues in self.queues for queue in queues):
-            if sum(map(self._take, ranks)):
-                continue
-            if max(self.free) > self.now:
-                self.now = min(end for end in self.free if end > self.now)
-            else:
-                self.limits[next(rank for rank in ranks if any(map(self._is_ready, self._heads(rank))))] += 1
-        return self.done
-
-    def _heads(self, rank: int) -> list[Action]:
-        heads = [queue[0] for queue in self.queues[rank] if queue]
-        return sorted(heads, key=lambda action: (action.op is Op.F, action.microbatch // self.flow.slices))
-
-    def _is_ready(self, action: Action) -> bool:
-        return all(self.ended.get(need, self.now + 1) <= self.now for need in needs(self.flow, action))
-
-    def _take(self, rank: int) -> bool:
-        if self.free[rank] > self.now:
-            return False
-        has_room = self.held[rank] < self.limits[rank] or not self.flow.has_backward
-        taken = next((a for a in self._heads(rank) if (has_room or a.op is not Op.F) and self._is_ready(a)), None)
-        if taken is None:
-            return False
-        next(queue for queue in self.queues[rank] if queue and queue[0] == taken).popleft()
-        self.done[rank].append(taken)
-        self.held[rank] += 1 if taken.op is Op.F else -1
-        self.free[rank] = self.ended[taken.op_key] = self.now + UNITS[taken.op]
-        return True
+            behind = flow.num_microbatches if op is Op.F else 0
+            timed[rank] += [(behind + unit // flow.slices, Action(op, stage, unit)) for unit in flow.units_of(op, stage)]
+    return greedy_order(list(map(TimedRank, timed)), flow, limits)
 
 
-def _in_flight(flow: Flow) -> list[int]:
+def _in_flight(flow: Flow) -> list[float]:
     """Return how many forwards each rank needs open so that it never waits."""
     limits = [1.0] * (1 + max(flow.stage_ranks))
-    for turn in range(flow.period if flow.has_backward else 0):
-        ends = _ends_alone(flow, turn)
-        mine = [[key for key in ends if flow.stage_ranks[key[1]] == rank] for rank in range(len(limits))]
-        for rank, keys in enumerate(mine):
-            forwards = [key for key in keys if key[0] is Op.F]
-            work = sum(UNITS[key[0]] for key in keys)
-            spans = [ends[Op.B, stage, unit] - ends[Op.F, stage, unit] + UNITS[Op.F] for _, stage, unit in forwards]
-            limits[rank] = max([limits[rank], *(span * len(forwards) / work for span in spans)])
-    return list(map(ceil, limits))
-
-
-def _ends_alone(flow: Flow, turn: int) -> dict[OpKey, int]:
-    """Return when the computations of a microbatch end that is alone, and never waits for a rank."""
-    ends: dict[OpKey, int] = {}
-    units = range(turn * flow.slices, (turn + 1) * flow.slices)
-    stages = [flow.stage_of(part, turn) for part in range(len(flow.routes))]
-    left = [Action(op, stage, unit) for op in (Op.F, Op.B) for unit in units for stage in stages]
-    while left:
-        ready = [action for action in left if all(key in ends for key in _all_needs(flow, action))]
-        for action in ready:
-            ends[action.op_key] = UNITS[action.op] + max([0, *(ends[key] for key in _all_needs(flow, action))])
-        left = [action for action in left if action.op_key not in ends]
-    return ends
-
-
-def _all_needs(flow: Flow, action: Action) -> Sequence[OpKey]:
-    """Return what a computation comes behind, slices of its microbatch that it takes turns with among them."""
-    before = flow.previous(action.op, action.stage)[action.microbatch]
-    is_same = before >= 0 and before // flow.slices == action.microbatch // flow.slices
-    return [*needs(flow, action), *([(action.op, action.stage, before)] if is_same else [])]
+    if not flow.has_backward:
+        return limits
+    alone: list[list[Action]] = []  # a lane for each computation of a microbatch, so that none waits for a rank
+    for turn in range(flow.period):
+        units = range(turn * flow.slices, (turn + 1) * flow.slices)
+        for stage in (flow.stage_of(part, turn) for part in range(len(flow.routes))):
+            alone += [[Action(Op.F, stage, unit) for unit in units], [Action(Op.B, stage, unit) for unit in reversed(units)]]
+    _, begins = clock(alone, flow)
+    for _, stage, unit, *_ in (action for lane in alone for action in lane):
+        span = begins.of(Op.B, stage)[unit] + UNITS[Op.B] - begins.of(Op.F, stage)[unit]
+        rank = flow.stage_ranks[stage]
+        limits[rank] = max(limits[rank], span / (UNITS[Op.F] + UNITS[Op.B]))
+    return limits

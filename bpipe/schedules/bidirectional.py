@@ -25,28 +25,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
-from operator import itemgetter
-from typing import Any, Protocol
+from math import inf
+from typing import Any
 
-from bpipe.flow.flow import Flow
-from bpipe.plan.action import Action, Op, OpKey
-from bpipe.plan.order import RESULT, UNITS, needs
+from bpipe.plan.action import Action, Op
+from bpipe.schedules.greedy import Timed, TimedRank, greedy_order
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []
 
 Order = Callable[[int, int], list[list[Action]]]
-Timed = tuple[int, Action]  # a computation, and the moment at which it would run if no rank were busy
-
-
-class _Rank(Protocol):
-    """A rank that takes one computation after the other."""
-
-    def candidates(self) -> Iterator[Action]:
-        """Yield the computations that may be the next one, the best one first."""
-
-    def take(self, action: Action) -> None:
-        """Take one of the candidates."""
 
 
 class _Published:
@@ -67,31 +55,8 @@ class _Published:
         next(unit for unit in self._units if unit and unit[0] == action).popleft()
 
 
-class _Reordered:
-    """A rank that runs whatever is ready, of any unit, within its slots; and W, where backwards are split, when it would wait."""
-
-    def __init__(self, forwards: Sequence[Timed], backwards: Sequence[Timed], slots: int) -> None:
-        self._queues: dict[tuple[Op, int], deque[Timed]] = {}  # each stage takes its microbatches in order
-        for timed in sorted((*forwards, *backwards), key=itemgetter(1)):
-            self._queues.setdefault(timed[1][:2], deque()).append(timed)
-        self._slots, self._weights = slots, deque[Action]()
-
-    def candidates(self) -> Iterator[Action]:
-        for _, action in sorted(queue[0] for queue in self._queues.values() if queue):
-            if action.op is not Op.F or self._slots:
-                yield action
-        if self._weights:
-            yield self._weights[0]
-
-    def take(self, action: Action) -> None:
-        (self._weights if action.op is Op.W else self._queues[action[:2]]).popleft()
-        self._slots += (action.op in (Op.B, Op.W)) - (action.op is Op.F)
-        if action.op is Op.I:
-            self._weights.append(action._replace(op=Op.W))
-
-
 def _timed(placement: Placement, p: int, m: int, backward: Op) -> list[tuple[list[Timed], list[Timed]]]:
-    """Return the forwards and the backwards of each rank, in order.
+    """Return the forwards and the backwards of each rank, those of each stage in order.
 
     The j-th microbatch of a direction in a unit would run forward on its s-th stage at 2j + s, and backward at S + 4j + 2(S-1-s),
     S later than in the unit before. Because p is even, the two directions never want the same rank at one moment.
@@ -105,28 +70,7 @@ def _timed(placement: Placement, p: int, m: int, backward: Op) -> list[tuple[lis
             u, j = microbatch // p, microbatch % p // 2
             lanes[rank][0].append((u * depth + 2 * j + s, Action(Op.F, stage, microbatch)))
             lanes[rank][1].append((u * depth + depth + 4 * j + 2 * (depth - 1 - s), Action(backward, stage, microbatch)))
-    return [(sorted(forwards), sorted(backwards)) for forwards, backwards in lanes]
-
-
-def _run(ranks: Sequence[_Rank], flow: Flow) -> list[list[Action]]:
-    """Return what each rank takes if it takes a computation whenever it can: F, I and W in one unit of time, B in two."""
-    lanes: list[list[Action]] = [[] for _ in ranks]
-    free, ended, now = [0] * len(ranks), dict[OpKey, int](), 0
-    while True:
-        for x, rank in enumerate(ranks):
-            if free[x] <= now and (action := next((a for a in rank.candidates() if _is_ready(a, flow, ended, now)), None)):
-                rank.take(action)
-                lanes[x].append(action)
-                free[x] = ended[RESULT[action.op], action.stage, action.microbatch] = now + UNITS[action.op]
-        if max(free) <= now:
-            break
-        now = min(time for time in free if time > now)
-    assert not any(next(rank.candidates(), None) for rank in ranks), "an order that does not end"
     return lanes
-
-
-def _is_ready(action: Action, flow: Flow, ended: dict[OpKey, int], now: int) -> bool:
-    return all(ended.get(needed, now + 1) <= now for needed in needs(flow, action))
 
 
 def _stages_per_rank(placement: Placement) -> int:
@@ -138,9 +82,9 @@ def _published(p: int, m: int) -> list[list[Action]]:
     ranks = []
     for x, lanes in enumerate(_timed(Placement.TWO_VS, p, m, Op.B)):
         warmup = 3 * p // 2 + min(x, p - 1 - x)
-        units = [[[a for _, a in lane if a.microbatch // p == u] for lane in lanes] for u in range(m // p)]
+        units = [[[a for _, a in sorted(lane) if a.microbatch // p == u] for lane in lanes] for u in range(m // p)]
         ranks.append(_Published([_one_by_one(warmup, *unit) for unit in units], warmup))
-    return _run(ranks, Placement.TWO_VS.flow(p, m, 4))
+    return greedy_order(ranks, Placement.TWO_VS.flow(p, m, 4), [inf] * p)
 
 
 def _one_by_one(warmup: int, forwards: list[Action], backwards: list[Action]) -> list[Action]:
@@ -151,8 +95,8 @@ def _one_by_one(warmup: int, forwards: list[Action], backwards: list[Action]) ->
 
 def _reordered(placement: Placement, p: int, m: int, slots: int, backward: Op = Op.B) -> list[list[Action]]:
     """Return what ranks compute that may mix units, in slots of a stage's microbatch."""
-    ranks = [_Reordered(*lanes, slots) for lanes in _timed(placement, p, m, backward)]
-    return _run(ranks, placement.flow(p, m, _stages_per_rank(placement)))
+    ranks = [TimedRank(forwards + backwards) for forwards, backwards in _timed(placement, p, m, backward)]
+    return greedy_order(ranks, placement.flow(p, m, _stages_per_rank(placement)), [slots] * p)
 
 
 def _bitpipe(p: int, m: int) -> list[list[Action]]:

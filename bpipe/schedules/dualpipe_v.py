@@ -15,8 +15,8 @@ from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 
-from bpipe.passes.halves import Step, numbered
 from bpipe.plan.action import Action, MicrobatchKey, Op
+from bpipe.schedules.greedy import Step, numbered
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []

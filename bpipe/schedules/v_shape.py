@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from bpipe.passes.halves import with_weights
 from bpipe.plan.action import Action, Op
+from bpipe.schedules.greedy import with_weights
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []

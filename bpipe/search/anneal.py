@@ -74,10 +74,12 @@ def _score(times: Times) -> float:
     return times.step_s + ENDS * sum(times.rank_s) / len(times.rank_s)
 
 
-def _moved(shop: JobShop, lanes: Lanes, path: Sequence[tuple[int, int]], random: Random) -> tuple[int, list[int]]:
+def _moved(shop: JobShop, lanes: Lanes, path: Sequence[int], random: Random) -> tuple[int, list[int]]:
     """Return a lane after a random move, and its rank."""
     if random.random() < CRITICAL:
-        rank, index = random.choice(path)
+        number = random.choice(path)
+        rank = shop.rank[number]
+        index = lanes[rank].index(number)
     else:
         rank = random.randrange(len(lanes))
         if not lanes[rank]:
@@ -104,22 +106,22 @@ def _all_moved(shop: JobShop, lane: Sequence[int], index: int, places: int) -> l
     return [lane[place] for place in sorted(range(len(lane)), key=keys.__getitem__)]
 
 
-def critical_path(shop: JobShop, lanes: Lanes, times: Times) -> list[tuple[int, int]]:
-    """Return the rank and the place of computations from the last one backwards, each of which holds up the one before it here."""
-    begin_s, seconds = times.begin_s, shop.seconds
-    places = {number: place for lane in lanes for place, number in enumerate(lane)}
-    rank = max(range(len(lanes)), key=times.rank_s.__getitem__)
-    place, path = len(lanes[rank]) - 1, list[tuple[int, int]]()
-    while True:
-        path.append((rank, place))
-        number = lanes[rank][place]
-        begin, rounding = begin_s[number], 1e-9 * times.rank_s[rank]
-        before = lanes[rank][place - 1] if place else None
-        if before is not None and begin_s[before] + seconds[before] >= begin - rounding:
-            place -= 1
-            continue
-        makers = shop.makers[number]
-        if not makers:
-            return path
-        maker = max(makers, key=lambda other: begin_s[other] + seconds[other])
-        rank, place = shop.rank[maker], places[maker]
+def critical_path(shop: JobShop, lanes: Lanes, times: Times) -> list[int]:
+    """Return computations from the last one backwards, each of which holds up the one before it here."""
+    before: dict[int, int] = {}  # what its rank runs before each computation
+    for lane in lanes:
+        before.update(zip(lane[1:], lane))
+    begin_s, seconds, rounding = times.begin_s, shop.seconds, ROUNDING * times.step_s
+
+    def end_s(number: int) -> float:
+        return begin_s[number] + seconds[number]
+
+    number: int | None = max((lane[-1] for lane in lanes if lane), key=end_s)
+    path = list[int]()
+    while number is not None:
+        path.append(number)
+        other = before.get(number)
+        if other is None or begin_s[other] + seconds[other] < begin_s[number] - rounding:
+            other = max(shop.makers[number], key=end_s, default=None)
+        number = other
+    return path

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from math import inf
+from operator import add
 
 from bpipe.plan.action import Op
-from bpipe.search.job_shop import JobShop
+from bpipe.search.job_shop import SAME_RANK, Consumer, JobShop
 
 __all__: list[str] = []
 
-# For each computation those that follow it, each with the seconds and the latency of the message to it, if there is one.
-Arcs = Sequence[Sequence[tuple[int, float, float]]]
+Arcs = Sequence[Sequence[Consumer]]  # for each computation those that follow it, each with the message to it, if there is one
 
 
 def lower_bound_s(shop: JobShop, limits: Sequence[int | None]) -> float:
@@ -26,9 +26,10 @@ def lower_bound_s(shop: JobShop, limits: Sequence[int | None]) -> float:
         shop: the computations.
         limits: the most memory of each rank's own microbatches, in the plan's unit; None: no limit.
     """
-    arcs = [[*((one, 0.0, 0.0) for one in later), *messages] for later, messages in zip(shop.later, _messages(shop))]
-    order = _in_order(arcs)
-    heads_s, tails_s = _heads_s(shop.seconds, arcs, order), _tails_s(shop.seconds, arcs, order)
+    after = [[Consumer(one, SAME_RANK, 0.0, 0.0) for one in later] for later in shop.later]
+    arcs = list(map(add, after, shop.consumers))
+    heads_s, order = _heads_s(shop.seconds, arcs)
+    tails_s = _tails_s(shop.seconds, arcs, order)
     bound_s = max((heads_s[one] + shop.seconds[one] + tails_s[one] for one in order), default=0.0)
     alone_s = _alone_s(shop)
     for lane, limit in zip(shop.lanes, limits):
@@ -41,39 +42,28 @@ def lower_bound_s(shop: JobShop, limits: Sequence[int | None]) -> float:
     return bound_s
 
 
-def _messages(shop: JobShop) -> Arcs:
-    return [[(one.number, one.seconds, one.latency_s) for one in consumers] for consumers in shop.consumers]
-
-
-def _in_order(arcs: Arcs) -> list[int]:
-    """Return the computations, each behind those that it needs or comes after."""
-    missing = [0] * len(arcs)
+def _heads_s(seconds: Sequence[float], arcs: Arcs) -> tuple[list[float], list[int]]:
+    """Return when each computation can begin at the earliest, and all of them, each behind those that it needs or comes after."""
+    heads_s, missing = [0.0] * len(arcs), [0] * len(arcs)
     for followers in arcs:
         for follower, *_ in followers:
             missing[follower] += 1
     order = [number for number, count in enumerate(missing) if not count]
     for number in order:  # which grows
-        for follower, *_ in arcs[number]:
+        end_s = heads_s[number] + seconds[number]
+        for follower, _, message_s, latency_s in arcs[number]:
+            heads_s[follower] = max(heads_s[follower], end_s + message_s + latency_s)
             missing[follower] -= 1
             if not missing[follower]:
                 order.append(follower)
-    return order
-
-
-def _heads_s(seconds: Sequence[float], arcs: Arcs, order: Sequence[int]) -> list[float]:
-    """Return when each computation can begin at the earliest."""
-    heads_s = [0.0] * len(order)
-    for number in order:
-        for follower, message_s, latency_s in arcs[number]:
-            heads_s[follower] = max(heads_s[follower], heads_s[number] + seconds[number] + message_s + latency_s)
-    return heads_s
+    return heads_s, order
 
 
 def _tails_s(seconds: Sequence[float], arcs: Arcs, order: Sequence[int]) -> list[float]:
     """Return how long the step goes on at least behind each computation."""
     tails_s = [0.0] * len(order)
     for number in reversed(order):
-        for follower, message_s, latency_s in arcs[number]:
+        for follower, _, message_s, latency_s in arcs[number]:
             tails_s[number] = max(tails_s[number], message_s + latency_s + seconds[follower] + tails_s[follower])
     return tails_s
 
@@ -103,10 +93,7 @@ def _alone_s(shop: JobShop) -> list[float] | None:
 
     It is None if there are skips: one may overtake what it skips, so that nothing is known of how long that takes.
     """
-    if any(len(makers) > 1 for makers in shop.makers):
-        return None
-    arcs = _messages(shop)
-    return _heads_s(shop.seconds, arcs, _in_order(arcs))
+    return None if any(len(makers) > 1 for makers in shop.makers) else _heads_s(shop.seconds, shop.consumers)[0]
 
 
 def _kept_s(shop: JobShop, lane: Sequence[int], alone_s: Sequence[float]) -> float:
@@ -115,7 +102,7 @@ def _kept_s(shop: JobShop, lane: Sequence[int], alone_s: Sequence[float]) -> flo
     for number in lane:
         op, stage, unit, *_ = shop.actions[number]
         if op is Op.F:
-            back = shop.backward_of(stage, unit)
+            back = shop.made_by((Op.B, stage, unit))
             kept_s = alone_s[back] + shop.seconds[back] - alone_s[number]
             kept += (shop.takes[number] - shop.gives[number]) * kept_s
         elif op is Op.W:

@@ -8,7 +8,7 @@ waited for. This is nearly the simulator's model, in a fraction of its time, so 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf
@@ -30,6 +30,7 @@ SAME_RANK = -1  # the link of a result that stays on its rank
 
 RESULTS = frozenset({Op.F, Op.B, Op.I})  # computations that get messages
 MOVES = frozenset({Op.EVICT, Op.WAIT_EVICT, Op.LOAD, Op.WAIT_LOAD})
+ITEMS = COMPUTE | MOVES
 
 # The orders in which a stage takes its microbatches, by what is among them: a whole backward counts as I and W.
 SERIES = {Op.F: (Op.F,), Op.B: (Op.I, Op.W), Op.I: (Op.I,), Op.W: (Op.W,), Op.R: (Op.R,)}
@@ -89,21 +90,16 @@ class JobShop:
         if plan.flow.arguments("local") is not None or paths_of(plan.flow):
             raise ConfigurationError(f"{plan.name}: orders are searched for plans whose microbatches pass all stages and come back")
         self.plan = plan
-        lanes = [self._items(plan, rank) for rank in range(plan.num_ranks)]
-        self.actions = [action for lane in lanes for action in lane]
-        self.rank = [rank for rank, lane in enumerate(lanes) for _ in lane]
-        numbers = iter(range(len(self.actions)))
-        self.lanes: Lanes = [[next(numbers) for _ in lane] for lane in lanes]
+        items = [(rank, action) for rank, lane in enumerate(plan.actions) for action in lane if action[0] in ITEMS]
+        self.rank, self.actions = [rank for rank, _ in items], [action for _, action in items]
         seconds = costs.seconds_of(plan)
         self._costs = costs
         self.seconds = [seconds(*action[:3]) if action[0] in COMPUTE else 0.0 for action in self.actions]
         self._number: dict[Identity, int] = {action.identity: number for number, action in enumerate(self.actions)}
+        self.lanes = self.numbered(plan)
         self._links: dict[tuple[int, int, bool], int] = {}
         self.consumers = self._consumers()
-        self.makers: list[list[int]] = [[] for _ in self.actions]
-        for number, consumers in enumerate(self.consumers):
-            for consumer in consumers:
-                self.makers[consumer.number].append(number)
+        self.makers = _reversed([[consumer.number for consumer in consumers] for consumers in self.consumers])
         self._num_results = list(map(len, self.makers))
 
     @cached_property
@@ -126,11 +122,7 @@ class JobShop:
     @cached_property
     def later(self) -> list[list[int]]:
         """The items of the same stage that come after each one."""
-        later: list[list[int]] = [[] for _ in self.actions]
-        for number, earlier in enumerate(self.earlier):
-            for other in earlier:
-                later[other].append(number)
-        return later
+        return _reversed(self.earlier)
 
     @property
     def num_links(self) -> int:
@@ -140,17 +132,12 @@ class JobShop:
     @cached_property
     def takes(self) -> list[int]:
         """What each item allocates before it runs, in the plan's unit of memory."""
-        return self._amounts[0]
+        return [taken for taken, _ in self._amounts]
 
     @cached_property
     def gives(self) -> list[int]:
         """What each item frees after it has run."""
-        return self._amounts[1]
-
-    @staticmethod
-    def _items(plan: Plan, rank: int) -> list[Action]:
-        """Return a rank's lane without messages."""
-        return [action for action in plan.actions[rank] if action.op in COMPUTE or action.op in MOVES]
+        return [given for _, given in self._amounts]
 
     def _consumers(self) -> list[list[Consumer]]:
         inputs: dict[OpKey, list[tuple[Op, int, Message]]] = {}  # by kind: microbatches are alike, but for the sizes of slices
@@ -165,7 +152,7 @@ class JobShop:
                 if kind not in inputs:
                     inputs[kind] = list(self._inputs(action, rank))
                 for made, source_stage, message in inputs[kind]:
-                    consumers[self._made_by((made, source_stage, unit))].append(Consumer(number, *message))
+                    consumers[self.made_by((made, source_stage, unit))].append(Consumer(number, *message))
         return consumers
 
     def _inputs(self, action: Action, rank: int) -> Iterator[tuple[Op, int, Message]]:
@@ -188,22 +175,16 @@ class JobShop:
         link = self._costs.link_between(*ends)
         return place, carried(post) / link.bytes_per_s, link.latency_s
 
-    def backward_of(self, stage: int, unit: int) -> int:
-        """Return the computation that makes the gradient of a stage's input."""
-        return self._made_by((Op.B, stage, unit))
-
-    def _made_by(self, result: OpKey) -> int:
+    def made_by(self, result: OpKey) -> int:
         """Return the computation that makes a result; I makes that of a whole backward."""
         whole = self._number.get((*result, 0))
         return self._number[Op.I, *result[1:], 0] if whole is None else whole
 
     @cached_property
-    def _amounts(self) -> tuple[list[int], list[int]]:
-        """What each item allocates, and what it frees."""
+    def _amounts(self) -> list[tuple[int, int]]:
         meter = self.plan.meter() if self.plan.sizes is None else self.plan.activations_meter()
         again = {action.key for action in self.actions if action.op is Op.R}
-        takes, gives = zip(*(meter.change(action, again=action.key in again) for action in self.actions))
-        return list(takes), list(gives)
+        return [meter.change(action, again=action.key in again) for action in self.actions]
 
     def run(self, lanes: Lanes) -> Times | None:
         """Return when everything runs in an order; None if it never ends, because ranks wait for each other in a cycle."""
@@ -273,9 +254,9 @@ class JobShop:
 
     def numbered(self, plan: Plan) -> Lanes:
         """Return the order of another plan of the same items."""
-        return [self.numbers(self._items(plan, rank)) for rank in range(plan.num_ranks)]
+        return [self.numbers(action for action in lane if action[0] in ITEMS) for lane in plan.actions]
 
-    def numbers(self, actions: Sequence[Action]) -> list[int]:
+    def numbers(self, actions: Iterable[Action]) -> list[int]:
         """Return the numbers of some items."""
         return [self._number[action.identity] for action in actions]
 
@@ -287,3 +268,12 @@ class JobShop:
             for peer in sorted({action.peer for action in lane if action.peer is not None and action.peer != HOST}):
                 served[peer] += mirrored(lane, rank, peer)
         return replace(self.plan, actions=tuple(actions), served=tuple(map(tuple, served)), overlapped=frozenset())
+
+
+def _reversed(arcs: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Return for each item those that have it among theirs."""
+    back: list[list[int]] = [[] for _ in arcs]
+    for number, others in enumerate(arcs):
+        for other in others:
+            back[other].append(number)
+    return back

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from bpipe.plan.action import COMPUTE, HOST, RECEIVES, SENDS, SERVED, START_OF, Action, Identity, Op
+from bpipe.plan.action import COMPUTE, HOST, RECEIVES, SENDS, SERVED, START_OF, Identity, Op
 from bpipe.simulator.timeline import Span, Timeline
 
 __all__ = ["Step", "critical_path"]
@@ -42,8 +42,7 @@ def critical_path(timeline: Timeline) -> list[Step]:
 class _Place(NamedTuple):
     """An action of a lane, and when it ran."""
 
-    rank: int
-    served: bool
+    lane: int  # a rank's own one; those that ranks serve come behind those of all ranks
     position: int
     span: Span
 
@@ -52,29 +51,27 @@ class _Walk:
     """The walk back through the lanes of a timeline."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.timeline, self.plan = timeline, timeline.plan
+        self.timeline, self.plan, self.num_ranks = timeline, timeline.plan, timeline.num_ranks
+        self.lanes = (*self.plan.actions, *self.plan.served)
+        self.times = (*timeline.actions, *timeline.served)
         self.positions = lru_cache(_INDEXES_KEPT)(self._positions)
         self.link = lru_cache(_INDEXES_KEPT)(self._link)
 
-    def _actions(self, rank: int, served: bool) -> tuple[Action, ...]:
-        return (self.plan.served if served else self.plan.actions)[rank]
+    def _positions(self, lane: int) -> dict[Identity, int]:
+        return {action.identity: position for position, action in enumerate(self.lanes[lane])}
 
-    def _positions(self, rank: int, served: bool) -> dict[Identity, int]:
-        return {action.identity: position for position, action in enumerate(self._actions(rank, served))}
-
-    def _place(self, rank: int, served: bool, position: int) -> _Place:
-        lane = (self.timeline.served if served else self.timeline.actions)[rank]
-        span = Span(self._actions(rank, served)[position], lane.begin_s[position], lane.end_s[position])
-        return _Place(rank, served, position, span)
+    def _place(self, lane: int, position: int) -> _Place:
+        times = self.times[lane]
+        return _Place(lane, position, Span(self.lanes[lane][position], times.begin_s[position], times.end_s[position]))
 
     def back(self) -> Iterator[Step]:
         """Yield the path from its end."""
         last = max(self.timeline.computing_ranks(), key=self.timeline.step_end_s)
-        place: _Place | None = self._place(last, False, self.timeline.last_position(last))
+        place: _Place | None = self._place(last, self.timeline.last_position(last))
         while place is not None:
             span = place.span
             if span.action.op in COMPUTE and not self._is_beside(place):
-                yield Step(place.rank, span)
+                yield Step(place.lane, span)
             if span.action.op in START_OF and span.seconds > 0:
                 place = yield from self._through(self._awaited(place), span.end_s)
             else:
@@ -82,22 +79,21 @@ class _Walk:
 
     def _is_beside(self, place: _Place) -> bool:
         """Return whether a computation ran side by side with the one behind it, which stands for both."""
-        if not self.plan.begins_pair(place.span.action):
-            return False
-        return self._place(*place[:2], place.position + 1).span.begin_s < place.span.end_s
+        begins = self.plan.begins_pair(place.span.action)
+        return begins and self._place(place.lane, place.position + 1).span.begin_s < place.span.end_s
 
     def _before(self, place: _Place) -> _Place | None:
         """Return the action that had to end before a lane reached a place; posting a transfer does not block."""
-        actions, peer = self._actions(*place[:2]), place.span.action.peer
+        actions, chain = self.lanes[place.lane], place.span.action.peer if place.lane >= self.num_ranks else None
         for position in range(place.position - 1, -1, -1):
-            if not actions[position].is_post and (not place.served or actions[position].peer == peer):
-                return self._place(*place[:2], position)
+            if not actions[position].is_post and chain in (None, actions[position].peer):
+                return self._place(place.lane, position)
         return None
 
     def _awaited(self, place: _Place) -> _Place:
         """Return the sending end of the transfer that a lane waited for; the rank's own end if its host is the other one."""
         start = place.span.action.start_identity
-        here = self._place(*place[:2], self.positions(*place[:2])[start])
+        here = self._place(place.lane, self.positions(place.lane)[start])
         is_here = start[0] in SENDS or start[0] is Op.REDUCE_GRAD or here.span.action.peer == HOST
         return here if is_here else self._other_end(here)
 
@@ -106,8 +102,8 @@ class _Walk:
         assert action.peer is not None
         twin = self.plan.twin(action.stage) if action.is_exchange else None
         other = self.plan.other_end(action) if twin is None else (action.op, twin, *action[2:4])
-        served = other[0] in SERVED
-        return self._place(action.peer, served, self.positions(action.peer, served)[other])
+        lane = action.peer + self.num_ranks * (other[0] in SERVED)
+        return self._place(lane, self.positions(lane)[other])
 
     def _through(self, send: _Place, arrival_s: float) -> Generator[Step, None, _Place | None]:
         """Follow transfers back to the lane that posted its end last, or that kept the link busy until then.
@@ -116,14 +112,14 @@ class _Walk:
         only in a simulated timeline.
         """
         while True:
-            action = send.span.action
+            action, rank = send.span.action, send.lane % self.num_ranks
             ends = (send,) if action.peer == HOST else (send, self._other_end(send))
             span = Span(action, max(end.span.begin_s for end in ends), arrival_s)
-            yield Step(send.rank, span)
+            yield Step(rank, span)
             later = max(ends, key=self._reached_s)
             if self.timeline.source != "simulated" or span.begin_s <= self._reached_s(later):
                 return self._before(later)
-            link = self.link(send.rank, action.peer, action.op in SENDS or action.is_exchange)
+            link = self.link(rank, action.peer, action.op in SENDS or action.is_exchange)
             send = link[bisect_left(link, (span.begin_s,)) - 1][1]
             arrival_s = send.span.end_s
 
@@ -135,9 +131,9 @@ class _Walk:
         """Return the transfers from a rank to another, or from or to its host, in the order in which they began."""
         ops = SENDS if is_sending else RECEIVES
         places = (
-            self._place(rank, served, position)
-            for served in (False, True)
-            for position, action in enumerate(self._actions(rank, served))
+            self._place(lane, position)
+            for lane in (rank, self.num_ranks + rank)
+            for position, action in enumerate(self.lanes[lane])
             if (action.op in ops or action.is_exchange) and action.peer == peer
         )
         return sorted((place.span.begin_s, place) for place in places)

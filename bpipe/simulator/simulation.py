@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from heapq import heappop, heappush
+from heapq import heappush
 from operator import sub
-from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVES, SENDS, SHARDING, START_OF, Action, Identity, Op, Purpose
 from bpipe.plan.collector import collector_paused
 from bpipe.plan.meter import Meter, occupancy
+from bpipe.plan.order import Agenda, run_in_time
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes, StageSizes
 from bpipe.simulator.costs import Costs
@@ -28,6 +28,7 @@ from bpipe.simulator.timeline import Lane, Timeline
 __all__ = ["simulate"]
 
 Ends = tuple[Purpose, int, int, bool]  # a channel, and whether its sends or its receives
+_Post = tuple[Lane, int, Identity]  # one end of a transfer: where its times are, and which action it is
 
 
 def simulate(plan: Plan, costs: Costs) -> Timeline:
@@ -53,20 +54,20 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
         >>> simulate(plan, Costs()).makespan_s == simulate(build("1f1b", 4, 8), Costs()).makespan_s
         True
     """
-    events = _Events(plan, costs)
+    simulation = _Simulation(plan, costs)
     sized = _sized(plan, costs) if plan.sizes is None else plan
     saved = sized.activations_meter()
     whole = saved if plan.sizes is None else plan.meter()  # messages take memory only in a plan of bytes
     return Timeline(
         plan=plan,
-        actions=tuple(_with_bytes(lane.times, sized, rank, saved, whole) for rank, lane in enumerate(events.compute)),
-        served=tuple(_merged(plan.served[rank], chains) for rank, chains in enumerate(events.chains)),
+        actions=tuple(_with_bytes(times, sized, rank, saved, whole) for rank, times in enumerate(simulation.actions)),
+        served=simulation.served,
     )
 
 
 def simulated_times(plan: Plan, costs: Costs) -> Timeline:
     """Do what `simulate` does without the bytes of ranks, where a search needs no more than when computations run."""
-    return Timeline(plan=plan, actions=tuple(lane.times for lane in _Events(plan, costs).compute), served=())
+    return Timeline(plan=plan, actions=_Simulation(plan, costs).actions, served=())
 
 
 def _sized(plan: Plan, costs: Costs) -> Plan:
@@ -98,30 +99,7 @@ def _with_bytes(times: Lane, sized: Plan, rank: int, saved: Meter, whole: Meter)
     )
 
 
-class _LaneRun:
-    """A lane while it runs: its position and its times."""
-
-    __slots__ = ("actions", "begin_s", "end_s", "has_begun", "position", "rank")
-
-    def __init__(self, rank: int, actions: tuple[Action, ...]) -> None:
-        self.rank, self.actions, self.position = rank, actions, 0
-        self.has_begun = False  # whether the action at its position has begun
-        self.begin_s, self.end_s = (array("d", bytes(8 * len(actions))) for _ in range(2))
-
-    @property
-    def times(self) -> Lane:
-        return Lane(begin_s=self.begin_s, end_s=self.end_s)
-
-
-class _End(NamedTuple):
-    """One end of a transfer that was posted."""
-
-    lane: _LaneRun
-    position: int
-    key: Identity
-
-
-class _Events:
+class _Simulation:
     """All lanes of a plan, the transfers between them, and the links that carry them."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
@@ -130,77 +108,69 @@ class _Events:
         self.seconds = costs.seconds_of(plan)
         self.are_pairs_shorter = costs.overlapped_share > 0 and bool(plan.overlapped)
         self.carried = costs.carried if plan.sizes is None else plan.sizes.carried
-        self.compute = [_LaneRun(rank, lane) for rank, lane in enumerate(plan.actions)]
-        self.chains = [{peer: _LaneRun(rank, chain) for peer, chain in plan.chains(rank).items()} for rank in range(plan.num_ranks)]
-        self.lanes = [*self.compute, *(lane for chains in self.chains for lane in chains.values())]
-        self.agenda = [(0.0, index) for index in range(len(self.lanes))]  # a heap: the time at which each ready lane goes on
-        self.lonely: dict[Ends, deque[_End]] = defaultdict(deque)  # posted ends whose other end is missing
+        self.lonely: dict[Ends, deque[_Post]] = defaultdict(deque)  # posted ends whose other end is missing
         self.free_s: dict[tuple[int, int], float] = defaultdict(float)  # when each link is free again
         self.arrival_s: dict[Identity, float] = {}  # of transfers that their lane has not waited for yet
-        self.blocked: dict[Identity, int] = {}  # lanes that wait for a transfer whose other end is missing
-        self.busy_s: list[list[tuple[float, float]]] = [[] for _ in self.compute]  # when transfers of a rank are in flight
+        self.blocked: dict[Identity, tuple[int, int, Action]] = {}  # lanes that wait for a transfer whose other end is missing
+        self.busy_s: list[list[tuple[float, float]]] = [[] for _ in plan.actions]  # when transfers of a rank are in flight
+        self.actions, self.served = (tuple(map(_unknown, lanes)) for lanes in (plan.actions, plan.served))
+        lanes = [(rank, self.actions[rank], enumerate(lane)) for rank, lane in enumerate(plan.actions)]
+        for rank, served in enumerate(plan.served):
+            chains: dict[int, list[tuple[int, Action]]] = defaultdict(list)
+            for position, action in enumerate(served):
+                assert action.peer is not None
+                chains[action.peer].append((position, action))
+            lanes += [(rank, self.served[rank], iter(chains[peer])) for peer in sorted(chains)]
+        self.agenda: Agenda = [(0.0, index) for index in range(len(lanes))]
         with collector_paused():
-            self._run()
-
-    def _run(self) -> None:
-        """Advance the lane that is furthest behind, again and again, so that transfers become ready in time order."""
-        while self.agenda:
-            now, index = heappop(self.agenda)
-            self._advance(index, now)
-        stuck = [f"rank {lane.rank} at {lane.actions[lane.position]}" for lane in self.lanes if lane.position < len(lane.actions)]
-        if stuck:
+            run_in_time([self._run(index, *lane) for index, lane in enumerate(lanes)], self.agenda)
+        if self.blocked:
+            stuck = [f"rank {rank} at {action}" for _, rank, action in sorted(self.blocked.values())]
             raise PlanError(f"the plan never ends ({', '.join(stuck[:4])} wait forever): call verify() to see why")
 
-    def _advance(self, index: int, now: float) -> None:
-        """Run a lane until it is blocked, or another lane's turn comes first."""
-        lane, agenda = self.lanes[index], self.agenda
-        while lane.position < len(lane.actions):
-            action = lane.actions[lane.position]
-            op, *_, peer = action
+    def _run(self, index: int, rank: int, times: Lane, actions: Iterator[tuple[int, Action]]) -> Iterator[float | None]:
+        """Run a lane: yield when each computation and each wait ends, and None where it waits for an end that is not posted yet."""
+        now, begin_s, end_s = 0.0, times.begin_s, times.end_s
+        for position, action in actions:
+            op, stage, unit, part, peer = action
             if op in POSTS or (op is Op.REDUCE_GRAD and peer is not None):
-                self._post(lane, action, now)
-                lane.position += 1
+                self._post(rank, action, times, position, now)
                 continue
-            if not lane.has_begun:
-                lane.has_begun, lane.begin_s[lane.position] = True, now
-            is_pair = self.are_pairs_shorter and self.plan.begins_pair(action)  # then both take their time together
+            begin_s[position] = begin = now
+            beside = None
             if op in COMPUTE:
-                end = self._computed_s(lane, action, is_pair=is_pair)
-            elif op in SHARDING and peer is None:
-                end = now
-            elif (key := action.start_identity) in self.arrival_s:
-                end = self.arrival_s[key]
-            else:
-                self.blocked[key] = index
-                return
-            if end > now and agenda and agenda[0][0] <= end:
-                heappush(agenda, (end, index))
-                return
-            now = lane.end_s[lane.position] = max(now, end)
-            lane.has_begun = False
-            if op in START_OF:
-                del self.arrival_s[action.start_identity]
-            if is_pair:
-                lane.position += 1
-                lane.begin_s[lane.position], lane.end_s[lane.position] = lane.begin_s[lane.position - 1], now
-            lane.position += 1
+                work = self.seconds(op, stage, unit)
+                if self.are_pairs_shorter and self.plan.begins_pair(action):
+                    beside, backward = next(actions)  # both take their time together
+                    work = self.costs.pair_s(action, backward)
+                while (end := self._ended_s(rank, begin, work)) > now:  # transfers that start meanwhile may slow it down
+                    yield (now := end)
+            elif op not in SHARDING or peer is not None:
+                key = (START_OF[op], stage, unit, part)
+                if key not in self.arrival_s:
+                    self.blocked[key] = index, rank, action
+                    yield None
+                    now = self.arrival_s[key]
+                elif self.arrival_s[key] > now:
+                    yield (now := self.arrival_s[key])
+                del self.arrival_s[key]
+            end_s[position] = now
+            if beside is not None:
+                begin_s[beside], end_s[beside] = begin, now
 
-    def _computed_s(self, lane: _LaneRun, action: Action, *, is_pair: bool) -> float:
+    def _ended_s(self, rank: int, begin: float, work: float) -> float:
         """Return when a computation that has begun ends, slowed down by the transfers known so far."""
-        begin, work = lane.begin_s[lane.position], self.seconds(*action[:3])
-        if is_pair:
-            work = self.costs.pair_s(action, lane.actions[lane.position + 1])
         if self.slowdown == 1:
             return begin + work
-        busy = self.busy_s[lane.rank] = [interval for interval in self.busy_s[lane.rank] if interval[1] > begin]
+        busy = self.busy_s[rank] = [interval for interval in self.busy_s[rank] if interval[1] > begin]
         return _slowed_end(begin, work, sorted(busy), self.slowdown)
 
-    def _post(self, lane: _LaneRun, action: Action, now: float) -> None:
+    def _post(self, rank: int, action: Action, times: Lane, position: int, now: float) -> None:
         """Post one end of a transfer; the second end starts it, or the first if the other end is a host.
 
         An exchange between twins goes both ways at once, and lasts until both have arrived.
         """
-        op, rank, peer = action.op, lane.rank, action.peer
+        op, *_, peer = action
         assert peer is not None
         if op in SENDS:
             purpose, src, dst = SENDS[op], rank, peer
@@ -208,7 +178,7 @@ class _Events:
             purpose, src, dst = RECEIVES[op], peer, rank
         else:
             purpose, src, dst = Purpose.TWIN, min(rank, peer), max(rank, peer)
-        is_send, mine = rank == src, _End(lane, lane.position, action.identity)
+        is_send, mine = rank == src, (times, position, action[:4])
         theirs = self.lonely.get((purpose, src, dst, not is_send))
         if not theirs and peer != HOST:
             self.lonely[purpose, src, dst, is_send].append(mine)
@@ -217,11 +187,11 @@ class _Events:
         if purpose is Purpose.TWIN:
             back = self._carry(dst, src, self.carried(action), now)
             begin, end = min(begin, back[0]), max(end, back[1])
-        for side in (mine, theirs.popleft()) if theirs else (mine,):
-            side.lane.begin_s[side.position], side.lane.end_s[side.position] = begin, end
-            self.arrival_s[side.key] = end
-            if side.key in self.blocked:
-                heappush(self.agenda, (max(now, end), self.blocked.pop(side.key)))
+        for lane, place, key in (mine, theirs.popleft()) if theirs else (mine,):
+            lane.begin_s[place], lane.end_s[place] = begin, end
+            self.arrival_s[key] = end
+            if key in self.blocked:
+                heappush(self.agenda, (end, self.blocked.pop(key)[0]))
 
     def _carry(self, src: int, dst: int, num_bytes: int, now: float) -> tuple[float, float]:
         """Put a transfer on its link, and return when it begins and ends."""
@@ -233,6 +203,11 @@ class _Events:
             for rank in {src, dst} - {HOST}:
                 self.busy_s[rank].append((begin, end))
         return begin, end
+
+
+def _unknown(lane: tuple[Action, ...]) -> Lane:
+    """Return the times of a lane that has not run yet."""
+    return Lane(begin_s=array("d", bytes(8 * len(lane))), end_s=array("d", bytes(8 * len(lane))))
 
 
 def _slowed_end(begin: float, work_s: float, busy: Sequence[tuple[float, float]], slowdown: float) -> float:
@@ -250,14 +225,3 @@ def _slowed_end(begin: float, work_s: float, busy: Sequence[tuple[float, float]]
         now = max(now, end)
     return now + work_s
 
-
-def _merged(served: Sequence[Action], chains: Mapping[int, _LaneRun]) -> Lane:
-    """Return the times of a rank's chains in the order of its served lane."""
-    times = {peer: zip(chain.begin_s, chain.end_s) for peer, chain in chains.items()}
-    begin_s, end_s = array("d"), array("d")
-    for action in served:
-        assert action.peer is not None
-        begin, end = next(times[action.peer])
-        begin_s.append(begin)
-        end_s.append(end)
-    return Lane(begin_s=begin_s, end_s=end_s)

@@ -89,10 +89,10 @@ def test_the_critical_path_of_1f1b() -> None:
     times = shop.run(shop.lanes)
     assert times is not None
     path = critical_path(shop, shop.lanes, times)
-    assert [str(shop.actions[shop.lanes[rank][place]]) for rank, place in reversed(path)] == [
+    assert [str(shop.actions[number]) for number in reversed(path)] == [
         *("0F0", "1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "0B2"),
     ]
-    assert sum(shop.seconds[shop.lanes[rank][place]] for rank, place in path) == times.step_s == 12
+    assert sum(shop.seconds[number] for number in path) == times.step_s == 12
 
 
 def test_uneven_halves_are_ordered_better_than_by_name() -> None:
