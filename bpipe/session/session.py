@@ -232,7 +232,7 @@ class Session:
         context.transport.control.activity.state = State.PREPARING
         self._connect(plan, records)
         key = (step.is_training, tuple(record.signature for record in records)), plan.flow.routes
-        is_learning, observer = key not in self._learned, source.observer_of(step.inputs, plan, self.observer)
+        is_learning = key not in self._learned
         return Run(
             plan=plan,
             rank=context.plan_rank,
