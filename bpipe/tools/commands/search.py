@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from bpipe.api.policy import Way
-from bpipe.checks import check_length, of_each_rank
+from bpipe.checks import budgets_of
 from bpipe.errors import ConfigurationError
 from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Destinations, Plan, verify
@@ -83,8 +83,7 @@ def _families(plans: Sequence[Plan], args: argparse.Namespace) -> list[Family]:
 def _setting(plan: Plan, args: argparse.Namespace) -> Setting:
     costs = costs_of(args, plan)
     costs.check(plan)
-    budgets = of_each_rank(args.budget, plan.num_ranks)
-    check_length("--budget", budgets, plan.num_ranks, "ranks")
+    budgets = budgets_of("--budget", args.budget, plan.num_ranks)
     to = Destinations(nodes=costs.nodes, host=args.host or "no")
     return Setting(
         costs=costs,
