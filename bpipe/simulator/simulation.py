@@ -12,6 +12,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from heapq import heappop, heappush
 from operator import sub
 from typing import NamedTuple
@@ -129,7 +130,7 @@ class _Events:
         self.plan, self.costs, self.slowdown = plan, costs, costs.slowdown
         self.seconds = costs.seconds_of(plan)
         self.are_pairs_shorter = costs.overlapped_share > 0 and bool(plan.overlapped)
-        self.carried = costs.carried if plan.sizes is None else plan.sizes.carried
+        self.carried = costs.carried if plan.sizes is None else partial(plan.sizes.carried, flow=plan.flow)
         self.compute = [_LaneRun(rank, lane) for rank, lane in enumerate(plan.actions)]
         self.chains = [{peer: _LaneRun(rank, chain) for peer, chain in plan.chains(rank).items()} for rank in range(plan.num_ranks)]
         self.lanes = [*self.compute, *(lane for chains in self.chains for lane in chains.values())]
