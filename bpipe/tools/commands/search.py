@@ -82,6 +82,8 @@ def _families(plans: Sequence[Plan], args: argparse.Namespace) -> list[Family]:
 def _setting(plan: Plan, args: argparse.Namespace) -> Setting:
     costs = costs_of(args, plan)
     costs.check(plan)
+    if args.by == "recompute" and plan.flow.has_asides:
+        raise ConfigurationError("--by recompute counts no bytes of skips: leave --by out, or give --by evict")
     budgets = args.budget if isinstance(args.budget, tuple) else (args.budget,) * plan.num_ranks
     if len(budgets) != plan.num_ranks:
         raise ConfigurationError(f"--budget has {len(budgets)} entries: give one number, or one for each of {plan.num_ranks} ranks")
