@@ -333,7 +333,7 @@ STUDY = Study(
         "rank, and the link from a trace of 1F1B balanced by count; plans of two slices were run up to 18a49c5. Cuts are by\n"
         "`choose_stages`, or into as many layers for each stage. There are named schedules and orders made to measure, without\n"
         "a budget and within one (65% of what 1F1B takes on its fullest rank, or 85% for the U-Net, which cannot recompute\n"
-        "there), kept within it by evicting, recomputing or both, and what `choose_plan` chooses, which knows no skips.\n"
+        "there), kept within it by evicting, recomputing or both, and for the other two what `choose_plan` chooses.\n"
         "`chosen` has the shortest predicted step; all are run."
     ),
     works=list(map(Work, MODELS)),

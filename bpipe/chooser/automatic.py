@@ -103,8 +103,8 @@ def auto(
     order, as `Balanced` finds out, the order of `start` stays, and only what leaves the memory is chosen.
 
     Args:
-        stages: this rank's `PipelineStage`, or a list of them; or a whole model that `bpipe.split_model` can cut between layers,
-            with the same weights on all ranks, and then the call is collective.
+        stages: this rank's `PipelineStage`, or a list of them; or a whole model that `bpipe.split_model` can cut between layers, or
+            else `bpipe.split_traced`, with the same weights on all ranks, and then the call is collective.
         batch: for stages, the number of microbatches m. For a model, positional arguments of a step, whose rows are cut: one
             tensor, or a tuple.
         loss_fn: as in `Schedule`.
@@ -120,7 +120,7 @@ def auto(
         group: for a model, the process group, or the rank's place in a `Loopback`; default: all processes.
         memory_bytes: the most bytes that each rank may use, static ones included, one number or one for each rank (None: no
             limit); "auto": what its CUDA device has, and no limit on CPU. A model is cut for numbers only.
-        by: what keeps the memory: "evict", "recompute" or "evict_or_recompute"; stages with skips are never recomputed.
+        by: what keeps the memory: "evict", "recompute" or "evict_or_recompute"; models with skips are never recomputed.
         schedules: names to choose from; default: all.
         link: between ranks of a node, a name, bytes per second or a `bpipe.schedules.Link`, until steps show it; on CUDA they do
             not.

@@ -79,7 +79,8 @@ def choose_plan(
 
     Args:
         model: a name, a `Transformer`; or layers, as `bpipe.measure_layers` returns them for a microbatch of one row, or for each
-            microbatch size in a dict; or the profiles of stages, which may be joined but not cut, or one for all ranks.
+            microbatch size in a dict, with what they make for later layers than the next; or the profiles of stages, which may be
+            joined but not cut, or one for all ranks.
         batch: rows of a step of one pipeline.
         num_ranks: p.
         device: a name or a `Device`, for its memory and links, and for the speed of a model by formulas.
@@ -88,7 +89,8 @@ def choose_plan(
             a latency; default: the device's.
         cross_link: between nodes, which needs `nodes`; default: `link`.
         nodes: the node of each rank; default: all on one.
-        by: what keeps the memory: "evict", "recompute" or "evict_or_recompute".
+        by: what keeps the memory: "evict", "recompute" or "evict_or_recompute". Stages that hand values on to later ones than the
+            next do not recompute, because their bytes would not be counted exactly.
         schedules: their names; default: all of `bpipe.schedules.names()` that hold the model once and learn the same.
         stages_per_rank: the numbers of stages to try on a rank.
         slices: the numbers of slices to try, with schedules that cut sequences; each stage must take them.

@@ -39,7 +39,6 @@ from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
 from bpipe.simulator.simulation import simulate
-from bpipe.skips.routes import skips_of
 from bpipe.tools.measured import Measured
 from bpipe.tools.trace_record import Origin, joined, packed, parse
 from bpipe.tools.tracing import timelines_of
@@ -334,16 +333,13 @@ class ChosenPlans(MeasuredPlans):
     def _choose(self, track: Track, sizes: Sizes, budgets: Budgets) -> Choice:
         base, wishes = self._base, self._wishes
         question = StagesQuestion(
-            stage_ranks=base.stage_ranks,
-            num_microbatches=base.num_microbatches,
+            flow=base.flow,
             costs=track.known.costs(sizes),
             sizes=sizes,
             budgets=budgets,
             to=self._policy.to,
             by=wishes.by,
             schedules=(base.name,) if track.keeps_order else wishes.schedules,
-            slices=(base.slices,),
-            skips=skips_of(base.flow),
         )
         return choose(question, effort=0 if track.keeps_order else wishes.effort, seed=wishes.seed, progress=self._told)
 

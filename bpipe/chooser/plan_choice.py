@@ -40,7 +40,7 @@ class Choice:
 
     Args:
         plan: the finished and verified plan.
-        stages: for each stage the names of its layers' modules, as `split_model` takes them.
+        stages: for each stage the names of its layers' modules, as `split_model` and `split_traced` take them.
         microbatch_size: rows of a microbatch; 0 if microbatches were cut already.
         recomputation: inside each layer, such as "selective"; empty if layers run as they were measured.
         name: the plan in words.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
@@ -10,6 +10,8 @@ from bpipe.api.policy import Way
 from bpipe.chooser.cuts import cuts_of
 from bpipe.estimate.even_slices import even_shares
 from bpipe.estimate.workload import Links, Load, Workload
+from bpipe.flow.flow import Flow
+from bpipe.flow.shaping import shaped
 from bpipe.partition.cut_search import pieces
 from bpipe.passes.fit import Budgets
 from bpipe.plan.destinations import Destinations
@@ -22,6 +24,8 @@ from bpipe.tools.balancing import sizes_of
 
 __all__: list[str] = []
 
+Values = Mapping[tuple[int, ...], Amount]  # by the stage that makes each and those that use it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageLayout:
@@ -33,8 +37,8 @@ class StageLayout:
         stage_ranks: the rank of each stage.
         names: of each stage's layers.
         costs: of whole microbatches.
+        flow: returns what a plan with these stages computes, given what a schedule makes of a chain of them.
         setting: returns what a plan with these stages is searched for.
-        skips: of the stages.
     """
 
     load: Load
@@ -42,8 +46,8 @@ class StageLayout:
     stage_ranks: tuple[int, ...]
     names: tuple[tuple[str, ...], ...]
     costs: Costs
+    flow: Callable[[Flow], Flow]
     setting: Callable[[Plan], Setting]
-    skips: tuple[tuple[int, ...], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -105,23 +109,24 @@ class ModelQuestion:
         chain, aside = self.model.chain(load), self.model.working_bytes(load)
         budgets = tuple(None if budget is None else max(0, budget - aside) for budget in self.budgets)
         for ends in cuts_of(chain, stage_ranks, budgets):
-            costs = self.links.between(self.model.costs(load, ends))
+            costs, values = self.links.between(self.model.costs(load, ends)), chain.values(pieces(ends))
             yield StageLayout(
                 load=load,
                 num_microbatches=self.batch // load.microbatch_size,
                 stage_ranks=stage_ranks,
                 names=tuple(chain.names(*piece) for piece in pieces(ends)),
                 costs=costs,
-                setting=partial(self._setting, costs, budgets, chain.layers[-1].output_bytes),
+                flow=partial(_handing_on, tuple(values)),
+                setting=partial(self._setting, costs, budgets, values, chain.layers[-1].output_bytes),
             )
 
-    def _setting(self, costs: Costs, budgets: Budgets, results_bytes: int, plan: Plan) -> Setting:
-        """Return what a plan is searched for, with costs of whole microbatches, and what the last stage returns for one."""
+    def _setting(self, costs: Costs, budgets: Budgets, values: Values, results_bytes: int, plan: Plan) -> Setting:
+        """Return what a plan is searched for, with costs, values and the last stage's results of whole microbatches."""
         if plan.slices > 1:
             costs = costs.of_slices(plan, lengths=even_shares(self.model.attention or 0.0, plan.slices))
         return Setting(
             costs=costs,
-            sizes=_with_results(sizes_of(plan, costs, self.parts), results_bytes),
+            sizes=_with_amounts(sizes_of(plan, costs, self.parts), values, results_bytes),
             budgets=budgets,
             to=Destinations(nodes=costs.nodes, host="last" if self.host else "no"),
             evicts=self.by != "recompute",
@@ -129,10 +134,19 @@ class ModelQuestion:
         )
 
 
-def _with_results(sizes: Sizes, num_bytes: int) -> Sizes:
-    """Return sizes with what the last stage returns for a microbatch, which is no message."""
-    each = num_bytes // len(sizes.by_slice)
-    slices = ((*stages[:-1], stages[-1].with_amounts(Amount(OUT, each))) for stages in sizes.by_slice)
+def _handing_on(values: tuple[tuple[int, ...], ...], flow: Flow) -> Flow:
+    return shaped(flow, "skips", values) if values else flow
+
+
+def _with_amounts(sizes: Sizes, values: Values, results_bytes: int) -> Sizes:
+    """Return sizes with the values that stages hand on, and what the last one returns for a microbatch, which is no message."""
+    k = len(sizes.by_slice)
+    found: dict[int, list[Amount]] = {len(sizes.stages) - 1: [Amount(OUT, results_bytes // k)]}
+    for (first, *users), (name, num_bytes, _, joint, gradient) in values.items():
+        for stage in (first, *users):
+            own = Amount(name, num_bytes // k, joint=joint // k * (stage == first), gradient=(gradient or 0) // k)
+            found.setdefault(stage, []).append(own)
+    slices = (tuple(one.with_amounts(*found.get(stage, ())) for stage, one in enumerate(stages)) for stages in sizes.by_slice)
     return Sizes.of_slices(slices, static=sizes.static)
 
 
@@ -141,28 +155,27 @@ class StagesQuestion:
     """What a plan is chosen for, if the stages are made and on their ranks, and microbatches are cut.
 
     Args:
-        stage_ranks: the rank of each stage.
-        num_microbatches: m.
+        flow: what they compute.
         costs: of each stage, and of the links.
         sizes: of a microbatch on each stage, and the static bytes of each rank, as they were measured.
         budgets: the bytes that each rank may hold; None: no limit.
         to: the ranks that may store evicted activations.
         by: what keeps budgets.
         schedules: see `ModelQuestion`.
-        slices: the number of slices that the stages run in, alone.
-        skips: of the stages, whose bytes recomputation does not count, so that it is left out.
     """
 
-    stage_ranks: tuple[int, ...]
-    num_microbatches: int
+    flow: Flow
     costs: Costs
     sizes: Sizes
     budgets: Budgets
     to: Destinations = field(default_factory=Destinations)
     by: Way = "evict_or_recompute"
     schedules: tuple[str, ...] | None = None
-    slices: tuple[int, ...] = (1,)
-    skips: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def slices(self) -> tuple[int, ...]:
+        """The number of slices that the stages run in, alone."""
+        return (self.flow.slices,)
 
     @property
     def num_ranks(self) -> int:
@@ -175,22 +188,22 @@ class StagesQuestion:
             sizes=self.sizes,
             budgets=self.budgets,
             to=self.to,
-            evicts=self.by != "recompute" or bool(self.skips),
-            recomputes=self.by != "evict" and not self.skips,
+            evicts=self.by != "recompute",
+            recomputes=self.by != "evict",
         )
         return StageLayout(
             load=Load(0),
-            num_microbatches=self.num_microbatches,
-            stage_ranks=self.stage_ranks,
-            names=tuple((f"stage {stage}",) for stage in range(len(self.stage_ranks))),
+            num_microbatches=self.flow.num_microbatches,
+            stage_ranks=self.flow.stage_ranks,
+            names=tuple((f"stage {stage}",) for stage in range(len(self.flow.stage_ranks))),
             costs=self.costs,
+            flow=lambda _: self.flow,
             setting=lambda _: setting,
-            skips=self.skips,
         )
 
     def layouts(self, rule: Rule) -> Iterator[StageLayout]:
         """Yield the layout of the stages, if a rule can run on it."""
-        if is_placed_as(rule, self.stage_ranks, self.num_ranks, self.num_microbatches):
+        if is_placed_as(rule, self.flow.stage_ranks, self.num_ranks, self.flow.num_microbatches):
             yield self._layout
 
 

@@ -12,7 +12,6 @@ from bpipe.checks import check_choice
 from bpipe.chooser.question import Question, StageLayout, is_placed_as
 from bpipe.chooser.reasons import Spent
 from bpipe.errors import ConfigurationError
-from bpipe.flow.shaping import shaped
 from bpipe.passes.communicate import communicate
 from bpipe.plan.action import Op
 from bpipe.plan.plan import Plan
@@ -87,7 +86,7 @@ class Way:
     def _computations(self) -> Plan:
         layout = self.layout
         plan = _computations(self.rule, len(layout.stage_ranks), layout.num_microbatches, layout.num_ranks)
-        return replace(plan, flow=shaped(plan.flow, "skips", layout.skips)) if layout.skips else plan
+        return replace(plan, flow=layout.flow(plan.flow))
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -15,20 +16,31 @@ from bpipe.chooser.layers_of import MeasuredLayers
 from bpipe.chooser.plan_choice import Choice
 from bpipe.chooser.question import ModelQuestion
 from bpipe.comm.transport.process_group import rank_and_size
-from bpipe.comm.wire.codec import decode_text
+from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import AgreementError, ConfigurationError, format_error
 from bpipe.estimate.workload import Load
 from bpipe.logs import RankLog
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.pytree import mapped
 from bpipe.model.stage import PipelineStage
+from bpipe.partition.layers import LayerCost
 from bpipe.partition.measure import measure_layers
 from bpipe.partition.model_split import split_model
+from bpipe.partition.split_check import DifferenceError, compare
+from bpipe.partition.traced import split_traced
 from bpipe.training.pipeline_ranks import Ranks
 
 __all__: list[str] = []
 
 MOST_SIZES = 3  # of microbatches that are measured, unless the user names sizes
+
+
+class Chosen(NamedTuple):
+    """What rank 0 has chosen, or why it could not."""
+
+    is_traced: bool  # whether the model is no chain of its layers, and is cut by a trace
+    choice: str  # as JSON
+    refusal: str = ""
 
 
 class Cut(NamedTuple):
@@ -84,60 +96,83 @@ class WholeModel:
             AgreementError: on the others, rank 0 failed.
         """
         rank, p = self.place
-        choice = Choice.from_json(self._from_first(rank, p, question))
+        chosen = self._from_first(rank, p, question)
+        choice = Choice.from_json(chosen.choice)
         plan = choice.plan
         if rank == 0:
             numbers = " ".join(str(len(names)) for names in choice.stages)
             RankLog(0).info("auto: cut the model into stages of %s layers; by these alone, best is %s", numbers, choice.name)
-        parts = split_model(self.model, choice.stages)
+        if chosen.is_traced:
+            parts, skips = split_traced(self.model, choice.stages, self._example(choice.microbatch_size), prove=False)
+        else:
+            parts, skips = split_model(self.model, choice.stages), {}
         stages = [
-            PipelineStage(parts[stage].to(self.device), stage, plan.num_stages, self.device, self.group)
+            PipelineStage(parts[stage].to(self.device), stage, plan.num_stages, self.device, self.group, skips=skips)
             for stage in plan.stages_of(rank)
         ]
         return Cut(stages, choice)
 
-    def _from_first(self, rank: int, num_ranks: int, question: dict[str, Any]) -> str:
-        """Return the choice of rank 0, as JSON; raise on all ranks if it failed."""
+    def _from_first(self, rank: int, num_ranks: int, question: dict[str, Any]) -> Chosen:
+        """Return what rank 0 has chosen; raise on all ranks if it failed."""
         group = self.group
         if isinstance(group, LoopbackGroup):
             shapes = [(one.shape, one.dtype) for one in tensors_in((self.batch, self.target))]
             asked = ("whole model", self.model, self.loss_fn, self.layers, self.microbatch_sizes, shapes, question)
-            return str(once(group.loopback, asked, lambda: self._chosen(num_ranks, question)))
+            found: Chosen = once(group.loopback, asked, lambda: self._chosen(num_ranks, question))
+            return found
         failure: Exception | None = None
-        text = ""
+        chosen = Chosen(False, "")
         if rank == 0:
             try:
-                text = "+" + self._chosen(num_ranks, question)
+                chosen = self._chosen(num_ranks, question)
             except Exception as error:
-                failure, text = error, f"-{format_error(error)}"
-        text = decode_text(Ranks(group, "").gather_bytes(text.encode())[0])
+                failure, chosen = error, Chosen(False, "", format_error(error))
+        chosen = decode(Chosen, Ranks(group, "").gather_bytes(encode(chosen))[0], "cut", inf)
         if failure is not None:
             raise failure
-        if text[:1] != "+":
-            raise AgreementError(f"rank 0 cannot choose how to cut the model: {text[1:]}")
-        return text[1:]
+        if chosen.refusal:
+            raise AgreementError(f"rank 0 cannot choose how to cut the model: {chosen.refusal}")
+        return chosen
 
-    def _chosen(self, num_ranks: int, question: dict[str, Any]) -> str:
+    def _chosen(self, num_ranks: int, question: dict[str, Any]) -> Chosen:
         rows = _rows(self.batch)
         if elsewhere := {one.device.type for one in self.model.parameters()} - {self.device.type}:
             raise ConfigurationError(
                 f"the model is on {', '.join(sorted(elsewhere))}, and its stages will be on {self.device.type}, where layers take "
                 "other times: move it there first on rank 0, or cut it by bpipe.choose_plan and bpipe.split_model"
             )
-        of_load = {
-            Load(size): measure_layers(
-                self.model,
-                _first_rows(self.batch, rows, size),
-                layers=self.layers,
-                loss_fn=self.loss_fn,
-                target=_first_rows(self.target, rows, size),
-                repeats=3,
-            )
-            for size in self._sizes(rows, num_ranks)
-        }
-        model = MeasuredLayers(of_load=of_load)
-        asked = ModelQuestion(model=model, loads=tuple(of_load), num_ranks=num_ranks, batch=rows, **question)
-        return choose(asked, effort=0).to_json()
+        sizes = self._sizes(rows, num_ranks)
+        layers = {size: self._measured(self.model, size, self.layers) for size in sizes}
+        choice = self._best(layers, num_ranks, rows, question)
+        example = self._example(choice.microbatch_size)
+        try:
+            compare(self.model, split_model(self.model, choice.stages), example, {})
+            return Chosen(False, choice.to_json())
+        except DifferenceError as error:
+            found = error
+        names = [one.names for one in layers[sizes[0]]]
+        try:
+            parts = split_traced(self.model, names, example)
+            traced = {size: self._measured(parts, size, names) for size in sizes}
+            choice = self._best(traced, num_ranks, rows, question)
+            split_traced(self.model, choice.stages, self._example(choice.microbatch_size))
+        except ConfigurationError as error:
+            raise ConfigurationError(f"it is no chain of its layers ({found}), and no trace cuts it: {error}") from error
+        return Chosen(True, choice.to_json())
+
+    def _measured(self, model: Any, size: int, names: Sequence[str | Sequence[str]] | None) -> tuple[LayerCost, ...]:
+        example, target, loss_fn = self._example(size), _first_rows(self.target, _rows(self.batch), size), self.loss_fn
+        return measure_layers(model, example, layers=names, loss_fn=loss_fn, target=target, repeats=3)
+
+    def _best(self, layers: dict[int, tuple[LayerCost, ...]], num_ranks: int, rows: int, question: dict[str, Any]) -> Choice:
+        model = MeasuredLayers(of_load={Load(size): costs for size, costs in layers.items()})
+        asked = ModelQuestion(model=model, loads=tuple(model.of_load), num_ranks=num_ranks, batch=rows, **question)
+        return choose(asked, effort=0)
+
+    def _example(self, size: int) -> tuple[Any, ...]:
+        """Return a microbatch of so many rows."""
+        found: tuple[Any, ...] = _first_rows(self.batch, _rows(self.batch), size)
+        return found
 
     def _sizes(self, rows: int, num_ranks: int) -> list[int]:
         if self.microbatch_sizes is not None:

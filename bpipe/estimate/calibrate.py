@@ -74,7 +74,7 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan, *, nodes: Sequence[int
     if nodes is not None and len(nodes) != traced.plan.num_ranks:
         raise ConfigurationError(f"nodes has {len(nodes)} entries: give one for each of the {traced.plan.num_ranks} traced ranks")
     steps = [timeline for timeline in alike if timeline.plan.slices == plan.slices]
-    ways = [{} if (sizes := _sizes(timeline)) is None else flights(timeline, sizes.carried) for timeline in steps]
+    ways = [{} if (sizes := _sizes(timeline)) is None else flights(timeline, sizes) for timeline in steps]
     links = {kind: _link(kind, ways, nodes) for kind in LINKS}
     taken: Taken = defaultdict(lambda: defaultdict(list))
     for timeline, of_step in zip(steps, ways):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, takewhile
 from math import inf
 from statistics import median
 from typing import NamedTuple
 
-from bpipe.plan.action import HOST, SENDS, WAIT_OF, Action, Identity, Op
+from bpipe.plan.action import HOST, SENDS, WAIT_OF, Identity, Op
+from bpipe.plan.sizes import Sizes
 from bpipe.simulator.costs import Link
 from bpipe.simulator.timeline import Span, Timeline
 from bpipe.tools.measured import Measured
@@ -18,7 +19,6 @@ __all__: list[str] = []
 
 LEAST_WAIT_S, LEAST_WAIT_SHARE = 1e-3, 0.1  # of a transfer's time: a lane that waits less may have found it complete
 
-Carried = Callable[[Action], int]
 Way = tuple[int, int]  # from one rank to another, or to or from its host
 
 
@@ -45,7 +45,7 @@ class Flight(NamedTuple):
         return self.end_s - self.begin_s
 
 
-def flights(timeline: Timeline, carried: Carried) -> dict[Way, list[Flight]]:
+def flights(timeline: Timeline, sizes: Sizes) -> dict[Way, list[Flight]]:
     """Return the transfers of each direction of each link, in the order in which both of their ends were posted.
 
     On an asynchronous device, hosts do not wait for transfers, so that their ends are not known there: they are left out. So are
@@ -54,7 +54,7 @@ def flights(timeline: Timeline, carried: Carried) -> dict[Way, list[Flight]]:
 
     Args:
         timeline: a step of all ranks.
-        carried: the bytes of a transfer, given the action that posts its end.
+        sizes: the bytes of what is transferred.
     """
     if isinstance(timeline, Measured) and not any(timeline.clock_error_s):
         return {}
@@ -67,7 +67,7 @@ def flights(timeline: Timeline, carried: Carried) -> dict[Way, list[Flight]]:
     found: dict[Way, list[Flight]] = defaultdict(list)
     for way, span, other in _transfers(timeline, ends):
         if hosts.issuperset({*way} - {HOST}):
-            found[way].append(_flight(timeline, ends, way, span, other, carried(span.action)))
+            found[way].append(_flight(timeline, ends, way, span, other, sizes.carried(span.action, timeline.plan.flow)))
     return {way: sorted(flights, key=lambda flight: flight.begin_s) for way, flights in found.items()}
 
 

@@ -97,7 +97,7 @@ class Message(NamedTuple):
         stage: of the computation at the other end.
         rank: of that stage.
         is_gradient: whether it carries gradients, not values.
-        is_aside: whether all it carries has names: it is not the output that the next part waits for, and may be used much later.
+        names: of the values that it carries, or whose gradients; empty for a part's own output.
         returns: whether a gradient comes back for it.
     """
 
@@ -105,8 +105,13 @@ class Message(NamedTuple):
     stage: int
     rank: int
     is_gradient: bool
-    is_aside: bool
+    names: tuple[str, ...]
     returns: bool
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether all it carries has names: it is not the output that the next part waits for, and may be used much later."""
+        return all(self.names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +216,11 @@ class Flow:
         """
         return self._messages(op, stage, turn, is_source=True)
 
+    def message(self, stage: int, other: int, turn: int) -> Message:
+        """Return the message of values between two stages, seen from the first one."""
+        messages = (one for find in (self.sent, self.received) for one in find(FORWARD, stage, turn))
+        return next(one for one in messages if one.stage == other)
+
     def shares_memory(self, stage: int) -> bool:
         """Return whether a stage gets tensors from another one of its rank, or hands them over to it, without a message."""
         ends = (end for find in (self.needs, self.gives) for turn in self.turns_of(stage) for end in find(FORWARD, stage, turn))
@@ -302,7 +312,7 @@ class Flow:
                     *end,
                     self.stage_ranks[end[1]],
                     any(edge.kind is Kind.GRADIENT for edge in edges),
-                    all(edge.name for edge in edges),
+                    tuple(edge.name for edge in edges),
                     any(edge.kind is Kind.VALUE for edge in edges),
                 )
                 for end, edges in by_end.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -9,6 +10,8 @@ from typing import Any
 
 from bpipe.checks import check_count
 from bpipe.errors import ConfigurationError
+from bpipe.flow.flow import value_name
+from bpipe.plan.sizes import OF_VALUES, Amount
 from bpipe.simulator.costs import Costs
 
 __all__ = ["LayerCost"]
@@ -30,11 +33,13 @@ class LayerCost:
             take longer than a whole backward, because some work is done in each.
         saved_bytes: what its forward keeps for the backward.
         shared_bytes: the part of these that the layer before keeps too, so that it counts once where both are on one stage.
-        output_bytes: what it sends if a stage ends with it.
+        output_bytes: what it sends if a stage ends with it, besides `values`.
         static_bytes: parameters, gradients, optimizer states and buffers.
+        values: what it makes for later layers than the next: each is named by the places of the layer and of those that use it, in
+            order, such as `Amount("0-2-3", 4096)`. It counts besides what layers save of it.
 
     Raises:
-        ConfigurationError: no names, a negative number, or more shared than saved.
+        ConfigurationError: no names, a negative number, more shared than saved, or a value that is not named by places.
 
     Example:
         >>> LayerCost(names=("layers.0",), forward_s=1.0, backward_s=2.0, saved_bytes=4096).static_bytes
@@ -50,6 +55,7 @@ class LayerCost:
     shared_bytes: int = 0
     output_bytes: int = 0
     static_bytes: int = 0
+    values: tuple[Amount, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.names, str) or not self.names or not all(isinstance(name, str) for name in self.names):
@@ -62,6 +68,8 @@ class LayerCost:
             check_count(name, getattr(self, name), least=0)
         if self.shared_bytes > self.saved_bytes:
             raise ConfigurationError(f"shared_bytes={self.shared_bytes} are part of saved_bytes={self.saved_bytes}")
+        if not all(OF_VALUES.fullmatch(value.name) for value in self.values):
+            raise ConfigurationError(f"values={self.values!s:.200}: name each by the places of layers, such as Amount('0-2', 4096)")
 
 
 class Chain:
@@ -75,6 +83,14 @@ class Chain:
         self._saved = _sums(layer.saved_bytes for layer in self.layers)
         self._shared = _sums(layer.shared_bytes for layer in self.layers)
         self._static = _sums(layer.static_bytes for layer in self.layers)
+        self._values = [(places_of(value), value) for layer in self.layers for value in layer.values]
+        made = [place for place, layer in enumerate(self.layers) for _ in layer.values]
+        for own, (places, value) in zip(made, self._values):
+            if places[0] != own or list(places) != sorted(set(places)) or places[-1] >= len(self.layers):
+                raise ConfigurationError(
+                    f"value {value.name} of layer {own}: its name has the place of this layer, then those of the later layers that "
+                    f"use it, in ascending order, up to {len(self.layers) - 1}"
+                )
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -100,13 +116,37 @@ class Chain:
         for stage, (start, _) in enumerate(stages):
             if start == 0 and self.layers[0].input_s == 0:
                 times["input_s"][stage], times["weight_s"][stage] = 0.0, times["backward_s"][stage]
+        output_bytes = [self.layers[end - 1].output_bytes for _, end in stages]
+        for (first, user, *_), value in self._between(stages).items():
+            output_bytes[first] += value.num_bytes * (user == first + 1)
         return Costs(
             **times,
             saved_bytes=[self.saved_bytes(*stage) for stage in stages],
-            output_bytes=[self.layers[end - 1].output_bytes for _, end in stages],
+            output_bytes=output_bytes,
             static_bytes=[self.static_bytes(*stage) for stage in stages],
             **options,
         )
+
+    def values(self, stages: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], Amount]:
+        """Return what stages make for later ones than the next, by the stage that makes it and those that use it."""
+        return {places: value for places, value in self._between(stages).items() if places != (places[0], places[0] + 1)}
+
+    def _between(self, stages: Sequence[tuple[int, int]]) -> dict[tuple[int, ...], Amount]:
+        """Return all values that leave their stage; those that the next stage uses, too, lie in the message to it."""
+        stage_of = [stage for stage, (start, end) in enumerate(stages) for _ in range(start, end)]
+        found: dict[tuple[int, ...], list[Amount]] = defaultdict(list)
+        for places, value in self._values:
+            found[tuple(sorted({stage_of[place] for place in places}))].append(value)
+        return {
+            places: Amount(
+                value_name(places),
+                num_bytes := sum(value.num_bytes for value in values),
+                joint=num_bytes * (places[1] == places[0] + 1),
+                gradient=sum(value.gradient_bytes for value in values),
+            )
+            for places, values in sorted(found.items())
+            if len(places) > 1
+        }
 
     def names(self, start: int, end: int) -> tuple[str, ...]:
         """Return the names of these layers' modules."""
@@ -117,6 +157,11 @@ def halves_s(layer: LayerCost) -> tuple[float, float]:
     """Return the seconds of the halves of a layer's backward."""
     input_s = layer.backward_s / 2 if layer.input_s is None else layer.input_s
     return input_s, max(0.0, layer.backward_s - input_s) if layer.weight_s is None else layer.weight_s
+
+
+def places_of(value: Amount) -> tuple[int, ...]:
+    """Return the places in the name of a value."""
+    return tuple(map(int, value.name.split("-")))
 
 
 def _sums(numbers: Iterable[float]) -> list[float]:

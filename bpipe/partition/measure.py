@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 from statistics import median
 from typing import Any
@@ -16,6 +17,7 @@ from bpipe.checks import check_count, check_positive
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.bench import Forward, Measured, clock, halves_s
 from bpipe.estimate.state_bytes import MASTER_BYTES, STATE_BYTES
+from bpipe.flow.flow import value_name
 from bpipe.memory.saved.storages import element_bytes
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.preserve_state import preserved_state
@@ -23,6 +25,9 @@ from bpipe.model.pytree import mapped
 from bpipe.partition.layers import LayerCost
 from bpipe.partition.name_lists import CONTAINERS, Names, is_series
 from bpipe.partition.observe import Loss, Seen, observed
+from bpipe.partition.split_check import in_a_row
+from bpipe.plan.sizes import Amount
+from bpipe.skips.routes import Skip
 
 __all__ = ["measure_layers"]
 
@@ -30,8 +35,11 @@ __all__ = ["measure_layers"]
 Times = Sequence[float]  # the seconds of a forward, of its backward, and of both halves of a split one
 
 
+Parts = tuple[Sequence[nn.Module], Mapping[str, Skip]]  # as `split_traced` returns them
+
+
 def measure_layers(
-    model: nn.Module,
+    model: nn.Module | Parts,
     example: Any,
     kwargs: dict[str, Any] | None = None,
     *,
@@ -50,13 +58,19 @@ def measure_layers(
     cut; attention counts there as one kernel that does not save its weights. The model is left unchanged. Not collective; blocks
     the host. Two ranks never measure the same: measure on one.
 
+    Where layers hand values on to later ones than the next, as in a U-Net, cut the model into single layers, and measure these:
+
+        costs = bpipe.measure_layers(bpipe.split_traced(model, layers, (example,)), example, layers=layers)
+
     Args:
-        model: the whole model, in train mode, where and as it will train; or on the meta device.
+        model: the whole model, in train mode, where and as it will train; or on the meta device; or what `split_traced` has cut
+            into layers, or such parts and their skips by hand.
         example: a microbatch: its input, or a tuple of positional arguments. Its values do not matter on the meta device.
         kwargs: keyword arguments of the model.
         layers: the layers: names of modules, or groups of names that stay together; default: the modules of the model itself, and
             the entries of `nn.Sequential`, `nn.ModuleList` and `nn.ModuleDict`; what runs before, between and after such entries
-            stays together. `transformer_layers` names those of a Hugging Face model. What is not named is not measured.
+            stays together. `transformer_layers` names those of a Hugging Face model. What is not named is not measured. For parts,
+            the names of each; default: its number.
         loss_fn: `loss_fn(output, target)`, counted with the last layer.
         target: the target that it gets.
         bytes_per_parameter: what stays for each trainable parameter; default: parameter, gradient, Adam's two fp32 moments, and
@@ -72,12 +86,15 @@ def measure_layers(
         >>> [(one.names, one.saved_bytes, one.shared_bytes) for one in measure_layers(model, torch.zeros(1, 8))]
         [(('0',), 0, 0), (('1',), 32, 0), (('2',), 32, 32)]
     """
+    if isinstance(layers, str):
+        raise ConfigurationError(f"layers={layers!r}: give a list of names, such as [{layers!r}]")
+    groups = None if layers is None else [(one,) if isinstance(one, str) else tuple[str, ...](one) for one in layers]
+    if isinstance(model, tuple):
+        model = _Row(*model, groups)
+        groups = [(f"parts.{index}",) for index in range(len(model.parts))]
     check_count("repeats", repeats)
     check_positive("flops_per_s", flops_per_s)
     names = Names(model, "measure_layers measures")
-    if isinstance(layers, str):
-        raise ConfigurationError(f"layers={layers!r}: give a list of names, such as [{layers!r}]")
-    groups = None if layers is None else [(one,) if isinstance(one, str) else tuple(one) for one in layers]
     modules = _modules(names, groups)
     args = example if isinstance(example, tuple) else (example,)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -92,7 +109,43 @@ def measure_layers(
     if silent:
         raise ConfigurationError(f"{', '.join(silent[:8])} did not run in the model's forward: in layers=, name modules that run")
     _check_order(groups or [], list(seen))
-    return tuple(_costs(names, groups or list(_found(names, seen)), seen, times, bytes_per_parameter))
+    costs = _costs(names, groups or list(_found(names, seen)), seen, times, bytes_per_parameter)
+    return tuple(model.with_values(costs) if isinstance(model, _Row) else costs)
+
+
+class _Row(nn.Module):
+    """Parts of a model that run one after the other, each of them a layer.
+
+    Args:
+        parts: as modules.
+        skips: between them.
+        names: of each part; None: its number.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], skips: Mapping[str, Skip], names: Sequence[tuple[str, ...]] | None) -> None:
+        super().__init__()
+        self.parts, self._skips = nn.ModuleList(parts), skips
+        self._names = [(str(index),) for index in range(len(parts))] if names is None else names
+        if len(self._names) != len(parts):
+            raise ConfigurationError(f"layers= names {len(self._names)} layers, and there are {len(parts)} parts: name each part")
+        self._made: list[tuple[int, list[Amount]]] = []  # the bytes for the next part, and the values for others, of the latest run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        ran = list(in_a_row(list(self.parts), args, kwargs, self._skips))
+        self._made = [(_num_bytes(value), [self._amount(*one) for one in made.items()]) for value, made in ran]
+        return ran[-1][0]
+
+    def _amount(self, name: str, value: Any) -> Amount:
+        return Amount(value_name(self._skips[name]), _num_bytes(value), gradient=_num_bytes(_differentiable(value)))
+
+    def with_values(self, costs: Iterable[LayerCost]) -> Iterator[LayerCost]:
+        """Yield the costs of the parts with their names, and with what they have made."""
+        for one, names, (output_bytes, values) in zip(costs, self._names, self._made):
+            yield replace(one, names=names, output_bytes=output_bytes, values=tuple(values))
+
+
+def _num_bytes(value: Any) -> int:
+    return sum(element_bytes(one) for one in tensors_in(value))
 
 
 def _modules(names: Names, groups: list[tuple[str, ...]] | None) -> dict[str, nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -91,7 +91,12 @@ def compare(
         with preserved_state([model, *parts]):
             several = [] if skips is None else _of_several(parts)
             before = copied(several)
-            found = flattened(_chained(parts, args, kwargs, skips))
+            made = list[Any]()
+            try:
+                made += in_a_row(parts, args, kwargs, skips, hand_over=copied)
+            except Exception as error:
+                raise DifferenceError(f"stage {len(made)} of {len(parts)} cannot run: {format_error(error)}") from error
+            found = flattened(made[-1][0])
             if not all(map(torch.equal, several, before)):
                 raise DifferenceError("a buffer that several stages use is written by one of them, and each rank has its own")
             _compare_outputs(expected, found, len(parts))
@@ -129,20 +134,29 @@ def _without_cache(model: nn.Module) -> dict[str, bool]:
     return {"use_cache": False} if is_asked or "use_cache" in named else {}
 
 
-def _chained(parts: Sequence[nn.Module], args: Any, kwargs: dict[str, Any], skips: Mapping[str, Skip] | None) -> Any:
-    """Run stages one after the other, each on copies of what others made, as over a link."""
+def in_a_row(
+    parts: Sequence[nn.Module],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    skips: Mapping[str, Skip] | None,
+    hand_over: Callable[[Any], Any] = lambda value: value,
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Run stages one after the other; yield what each makes for the next one, and for others by name.
+
+    Args:
+        skips: as for `compare`.
+        hand_over: makes what a stage gets of what others made: copies, as over a link.
+    """
     value, kept = args, dict[str, Any]()
     for index, part in enumerate(parts):
         given = kwargs if index == 0 or skips is None else {}
         given = given | {name: kept[name] for name, (_, *users) in (skips or {}).items() if index in users}
-        try:
-            value = part(*copied(value if isinstance(value, (tuple, list)) else (value,)), **copied(given))
-        except Exception as error:
-            raise DifferenceError(f"stage {index} of {len(parts)} cannot run: {format_error(error)}") from error
+        value = part(*hand_over(value if isinstance(value, (tuple, list)) else (value,)), **hand_over(given))
+        made: dict[str, Any] = {}
         if any(source == index for source, *_ in (skips or {}).values()):
             value, made = value
             kept |= made
-    return value
+        yield value, made
 
 
 def _compare_outputs(expected: list[Any], found: list[Any], num_stages: int) -> None:

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from bpipe.flow.flow import End, Flow, Message
+from bpipe.flow.flow import End, Flow
 from bpipe.flow.flow import Kind as EdgeKind
 from bpipe.plan.action import COMPUTE, MESSAGES, Action, Op
 from bpipe.plan.sizes import GRADIENTS, IN, LOSS, OUT, STATE, Amount, StageSizes
@@ -136,9 +136,7 @@ class _Stage:
 
     def _part(self, end: End) -> int:
         """Return what the message with a stage on another rank says in its actions besides this stage."""
-        find = self.flow.sent, self.flow.received
-        messages: Iterator[Message] = (one for each in find for one in each(Op.F, self.stage, self.turn) if one.stage == end.stage)
-        return next(one.stage + 1 if one.is_aside else 0 for one in messages)
+        return end.stage + 1 if self.flow.message(self.stage, end.stage, self.turn).is_aside else 0
 
     # Values with a name, that other parts than the next one use.
 

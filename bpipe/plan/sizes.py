@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
-from bpipe.plan.action import Action, Op
+from bpipe.flow.flow import Flow
+from bpipe.plan.action import BETWEEN_STAGES, Action, Op
 
 __all__ = ["Amount", "Sizes", "StageSizes"]
 
@@ -229,9 +230,12 @@ class Sizes:
         """Return the bytes that an eviction or a load moves."""
         return self.at(*action.key).moved(action.part)
 
-    def carried(self, action: Action) -> int:
-        """Return the bytes that a transfer carries, on either end: an output, or the gradient of its receiver's input."""
-        op, stage, unit, *_ = action
+    def carried(self, action: Action, flow: Flow) -> int:
+        """Return the bytes that a transfer carries, on either end: values, or the gradients of what its receiver got."""
+        op, stage, unit, part, _ = action
+        if part and op in BETWEEN_STAGES:
+            own = [self.at(stage, unit)[name] for name in flow.message(stage, part - 1, flow.turn_of(unit)).names]
+            return sum(one.num_bytes if op in (Op.SEND_F, Op.RECV_F) else one.gradient_bytes for one in own)
         if op is Op.SEND_F or op is Op.RECV_F:
             return self.at(stage - (op is Op.RECV_F), unit)[OUT].num_bytes
         if op is Op.SEND_B or op is Op.RECV_B:

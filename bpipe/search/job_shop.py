@@ -171,9 +171,9 @@ class JobShop:
         ends = (rank, post.peer) if post.op is Op.EVICT else (post.peer, rank)
         # Loads are posted at their other end, so that they have turns of their own here.
         place = self._links.setdefault((*ends, post.op is Op.LOAD), len(self._links))
-        carried = self._costs.carried if self.plan.sizes is None else self.plan.sizes.carried
-        link = self._costs.link_between(*ends)
-        return place, carried(post) / link.bytes_per_s, link.latency_s
+        sizes, link = self.plan.sizes, self._costs.link_between(*ends)
+        carried = self._costs.carried(post) if sizes is None else sizes.carried(post, self.plan.flow)
+        return place, carried / link.bytes_per_s, link.latency_s
 
     def made_by(self, result: OpKey) -> int:
         """Return the computation that makes a result; I makes that of a whole backward."""

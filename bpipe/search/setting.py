@@ -25,7 +25,7 @@ class Setting:
         budgets: the bytes that each rank may hold, static ones included; None: no limit.
         to: the ranks that may store evicted activations.
         evicts: whether activations may move to other ranks, or to the host if `to` says so.
-        recomputes: whether microbatches may run forward twice.
+        recomputes: whether microbatches may run forward twice, if stages hand nothing on to later ones than the next.
     """
 
     costs: Costs

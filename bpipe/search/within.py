@@ -73,12 +73,13 @@ def kept_by_moving(
         way: of the same order of fewer microbatches: if it keeps the budgets here, too, nothing else is tried.
     """
     found: Plan | None = None
-    if setting.evicts and setting.recomputes:
+    recomputes = setting.recomputes and not order.flow.has_asides  # whose bytes do not count exactly where forwards run twice
+    if setting.evicts and recomputes:
         mixed = attempt(order, setting.sizes, setting.budgets, setting.costs, setting.to, bound_s=bound_s, below_s=below_s, way=way)
         return None if mixed is None else Kept(mixed.finished, mixed.step_s, mixed.way)
     if setting.evicts:
         found = _evicting(order, setting)
-    elif setting.recomputes:
+    elif recomputes:
         found = RecomputeSearch(order).within(setting.budgets)
     if found is None:
         return None

@@ -12,6 +12,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from heapq import heappush
 from operator import sub
 
@@ -107,14 +108,16 @@ class _Simulation:
         self.plan, self.costs, self.slowdown = plan, costs, costs.slowdown
         self.seconds = costs.seconds_of(plan)
         self.are_pairs_shorter = costs.overlapped_share > 0 and bool(plan.overlapped)
-        self.carried = costs.carried if plan.sizes is None else plan.sizes.carried
+        self.carried = costs.carried if plan.sizes is None else partial(plan.sizes.carried, flow=plan.flow)
         self.lonely: dict[Ends, deque[_Post]] = defaultdict(deque)  # posted ends whose other end is missing
         self.free_s: dict[tuple[int, int], float] = defaultdict(float)  # when each link is free again
         self.arrival_s: dict[Identity, float] = {}  # of transfers that their lane has not waited for yet
         self.blocked: dict[Identity, tuple[int, int, Action]] = {}  # lanes that wait for a transfer whose other end is missing
         self.busy_s: list[list[tuple[float, float]]] = [[] for _ in plan.actions]  # when transfers of a rank are in flight
         self.actions, self.served = (tuple(map(_unknown, lanes)) for lanes in (plan.actions, plan.served))
-        lanes = [(rank, self.actions[rank], enumerate(lane)) for rank, lane in enumerate(plan.actions)]
+        lanes: list[tuple[int, Lane, Iterator[tuple[int, Action]]]] = [
+            (rank, self.actions[rank], enumerate(lane)) for rank, lane in enumerate(plan.actions)
+        ]
         for rank, served in enumerate(plan.served):
             chains: dict[int, list[tuple[int, Action]]] = defaultdict(list)
             for position, action in enumerate(served):

@@ -320,8 +320,8 @@ def test_halves_that_take_less_than_a_whole_backward(seed: int) -> None:
     random = Random(seed)
     stages = [random.uniform(0.5, 1.5) for _ in range(P)]
     costs = Costs(forward_s=stages, backward_s=[2.6 * one for one in stages], input_s=stages, weight_s=stages, saved_bytes=10)
-    sizes = sizes_of(build("1f1b", P, 8), costs, 1)
-    question = StagesQuestion(stage_ranks=tuple(range(P)), num_microbatches=8, costs=costs, sizes=sizes, budgets=(None,) * P)
+    plan = build("1f1b", P, 8)
+    question = StagesQuestion(flow=plan.flow, costs=costs, sizes=sizes_of(plan, costs, 1), budgets=(None,) * P)
     choice = choose(question, effort=0)
     assert choice.step_s <= simulate(build("zb_h2", P, 8), costs).makespan_s * (1 + 1e-9)
     assert choice.plan.name.startswith("zb_")

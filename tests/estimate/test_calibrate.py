@@ -21,7 +21,7 @@ from bpipe.estimate.calibrate import calibrated
 from bpipe.estimate.contention import Worked, lost_share
 from bpipe.passes.balance.balance import balance
 from bpipe.plan.action import HOST, START_OF
-from bpipe.schedules import Action, Costs, Destinations, Lane, Link, Op, Plan, StageSizes, build, finish, simulate
+from bpipe.schedules import Action, Costs, Destinations, Lane, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
 from bpipe.tools.measured import Measured
 from tests.amounts import amounts
 from tests.models import Block, mse
@@ -91,16 +91,16 @@ def posted(actions: Sequence[Action], lane: Lane) -> Lane:
 
 def has_gaps(timeline: Measured, costs: Costs) -> bool:
     """Whether a transfer began while the one before it had departed and not arrived: the trace shows both as one, and longer."""
-    for (src, dst), found in links.flights(simulate(timeline.plan, costs), carried(timeline)).items():
+    for (src, dst), found in links.flights(simulate(timeline.plan, costs), sizes_of(timeline)).items():
         latency = costs.link_between(src, dst).latency_s
         if any(one.end_s - latency + 1e-9 < two.begin_s < one.end_s for one, two in pairwise(found)):
             return True
     return False
 
-
-def carried(timeline: Measured):
+def sizes_of(timeline: Measured) -> Sizes:
     assert timeline.sizes is not None
-    return timeline.sizes.carried
+    return timeline.sizes
+
 
 
 def seconds(least: float, most: float) -> st.SearchStrategy[float]:
@@ -143,7 +143,7 @@ def test_links_and_seconds_come_back(name: str, costs: Costs) -> None:
     ]
     assert found.slowdown == 1.0
     kinds: dict[str, tuple[Link, set[int]]] = {}
-    for (src, dst), of_way in links.flights(timeline, carried(timeline)).items():
+    for (src, dst), of_way in links.flights(timeline, sizes_of(timeline)).items():
         is_near = costs.nodes is None or HOST in (src, dst) or costs.nodes[src] == costs.nodes[dst]
         kind = "host_link" if HOST in (src, dst) else "link" if is_near else "cross_link"
         kinds.setdefault(kind, (costs.link_between(src, dst), set()))[1].update(one.num_bytes for one in of_way if one.is_seen)

@@ -304,7 +304,7 @@ def _amounts(plan: Plan) -> dict[str, Any]:
             "loaded": moved[Op.LOAD],
             "stored for others": _by_rank(map(plan.remote_buffer_bytes, ranks)),
             "stored by the host": _by_rank(map(plan.host_bytes, ranks)),
-            "sent": {name: sum(sizes.carried(action) for _, action in entries) for name, entries in _channels(plan).items()},
+            "sent": {name: sum(sizes.carried(one, plan.flow) for _, one in entries) for name, entries in _channels(plan).items()},
         },
     }
 

@@ -24,7 +24,7 @@ from bpipe.passes.recompute import recompute
 from bpipe.plan.grid import rows
 from bpipe.plan.issue_order import issue_orders
 from bpipe.plan.order import linearise
-from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, rules, simulate, verify
+from bpipe.schedules import Action, Amount, Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, rules, simulate, verify
 from bpipe.schedules.by_name import forward_plan
 from bpipe.simulator.critical import critical_path
 from bpipe.tools.chrome import save_trace
@@ -387,6 +387,28 @@ def test_both_ends_of_a_message_carry_the_same_bytes() -> None:
         other = (action.peer, *plan.other_end(action))
         size = 10 ** min(action.stage, action.part - 1) * (2 if action.op in (Op.SEND_B, Op.RECV_B) else 1)
         assert carried[rank, *action.identity] == carried[other] == size
+
+
+def test_messages_carry_the_values_that_sizes_name() -> None:
+    """Not the output of their maker, which goes to the next stage; stage 2 gets its value in the message from stage 1."""
+    plan = Plan.from_text(U)
+    of_values = ("0-3", 100, 50), ("1-2-3", 7, 0)
+    stages = [
+        StageSizes(
+            parts=(8,),
+            amounts=(
+                *amounts(received=1000, sent=1000),
+                *(Amount(name, size, gradient=back) for name, size, back in of_values if str(stage) in name),
+            ),
+        )
+        for stage in range(4)
+    ]
+    plan = replace(plan, sizes=(sizes := Sizes(stages=tuple(stages), static=(0,) * 4)))
+    for _, _, action in of_skips(plan, [*WAITS]):
+        size, back = (100, 50) if min(action.stage, action.part - 1) == 0 else (7, 0)
+        assert sizes.carried(action, plan.flow) == (back if action.op in (Op.SEND_B, Op.RECV_B) else size)
+    lone = replace(plan, sizes=Sizes(stages=tuple(changed(one, received=0, sent=0) for one in stages), static=(0,) * 4))
+    assert simulate(lone, Costs(forward_s=0.0, backward_s=0.0, link=Link(bytes_per_s=1.0))).makespan_s == 2 * (100 + 50)
 
 
 @pytest.mark.parametrize("num_parts", [1, 5])

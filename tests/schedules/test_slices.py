@@ -289,7 +289,9 @@ def test_slices_of_different_sizes_are_metered_and_balanced(p: int, m: int, k: i
     assert max(even.device_peak_bytes) < max(plain.device_peak_bytes)
     assert even.budgets is not None and max(even.device_peak_bytes) == even.budgets[0]  # as the pass has counted
     for op in (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B):
-        assert [sizes.carried(Action(op, 1, unit)) for unit in range(k)] == [one["out"].num_bytes for one, *_ in sizes.by_slice]
+        assert [sizes.carried(Action(op, 1, unit), plan.flow) for unit in range(k)] == [
+            one["out"].num_bytes for one, *_ in sizes.by_slice
+        ]
     assert simulate(even, of_a_microbatch(k)).device_peak_bytes(0) == even.device_peak_bytes[0]
 
 
