@@ -50,7 +50,12 @@ class Decision(NamedTuple):
     @property
     def cost(self) -> tuple[int, int]:
         """The bytes whose transfers cannot be hidden, and all bytes that move."""
-        return sum(e.size for e in self.evictions if not e.is_hidden), sum(e.size for e in self.evictions)
+        return sum(e.size for e in self.exposed), sum(e.size for e in self.evictions)
+
+    @property
+    def exposed(self) -> Sequence[Eviction]:
+        """The evictions whose transfers cannot be hidden, the largest first."""
+        return sorted((e for e in self.evictions if not e.is_hidden), key=lambda e: e.size, reverse=True)
 
 
 class Shortage(NamedTuple):
