@@ -260,15 +260,14 @@ class BudgetSearch:
             return None
         exposed: list[tuple[Which, ...]] = []
         for rank in range(self._order.num_ranks):
-            late = solution.by_rank[rank].decision.exposed if rank in solution.by_rank else ()
+            late = solution.by_rank[rank].exposed if rank in solution.by_rank else ()
             able = self._recompute.able(rank)
             exposed.append(tuple(dict.fromkeys(e.which[:2] for e in late if e.which[0] in able)))
         before = problem.balanced(solution, budgets)
         return PlanInBudget.of(before, self._setting.costs, policy=MixPolicy(beyond), exposed=tuple(exposed))
 
     def _problem(self, recomputed: Recomputed) -> Problem:
-        order = recompute_first(self._order, recomputed)
-        return Problem(order, order.sizes, self._setting.to, self._setting.costs, "fewest", keeps_recomputed=True)
+        return Problem(recompute_first(self._order, recomputed), self._setting.to, self._setting.costs)
 
     def refusal(self, given: Budgets) -> BudgetError:
         """Return the error for budgets that cannot be met."""

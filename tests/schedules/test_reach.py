@@ -136,11 +136,11 @@ def test_the_bound_by_hand() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_no_solution_moves_less_than_the_bound(seed: int) -> None:
     instance = some(Random(seed))
-    problem = Problem(instance.plan, instance.sizes, Destinations(), None, "fewest")
+    problem = Problem(replace(instance.plan, sizes=instance.sizes), Destinations())
     found = problem.solve((instance.budget,) * instance.plan.num_ranks, thorough=True)
     assert isinstance(found, Solution)
     for rank, solved in found.by_rank.items():
-        assert 0 < problem.ranks[rank].steps.least_moved(instance.budget) <= solved.decision.cost[1]
+        assert 0 < problem.ranks[rank].steps.least_moved(instance.budget) <= solved.cost[1]
 
 
 @pytest.mark.parametrize(("budget", "moved", "is_searched"), [(60, 5, True), (59, 5, True), (56, 8, False)])

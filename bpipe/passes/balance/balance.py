@@ -13,6 +13,7 @@ from typing import get_args
 
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.passes.balance.problem import Choice, Problem, Solution
+from bpipe.passes.communicate import computations_only
 from bpipe.passes.fit import Budgets, Given, budgets_to_keep, least_raised, refusal, smallest
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
@@ -63,7 +64,7 @@ def balance(
     given = budgets_to_keep(plan, slots, sizes, budgets)
     if rule not in get_args(Choice) or (rule == "eager" and sizes is not None):
         raise ConfigurationError(f"rule={rule!r}: choose one of 'fewest', 'eager' (the latter only with slots=)")
-    problem = Problem(plan, sizes, Destinations() if to is None else to, costs, rule)
+    problem = Problem(replace(computations_only(plan), sizes=sizes), Destinations() if to is None else to, costs, rule)
     if given is None:
         lowest = _lowest(problem)
         return problem.balanced(lowest, (max(lowest.peaks),) * plan.num_ranks) if lowest.by_rank else problem.plan
@@ -93,7 +94,7 @@ def _lowest(problem: Problem) -> Solution:
 
 def _cheaper(problem: Problem, budgets: Budgets, solution: Solution) -> Solution:
     """Return a cheaper solution within the same budgets if a thorough search finds one, else the given one."""
-    has_choice = any(problem.ranks[rank].has_choice(solved.decision) for rank, solved in solution.by_rank.items())
+    has_choice = any(problem.ranks[rank].has_choice(solved) for rank, solved in solution.by_rank.items())
     if not has_choice or problem.is_cheapest(solution, budgets):
         return solution
     other = problem.solve(budgets, thorough=True)

@@ -14,14 +14,13 @@ from bpipe.passes.balance.rank_planner import RankPlanner, RankSolution
 from bpipe.passes.balance.rank_steps import RankSteps, steps_of
 from bpipe.passes.balance.remote_capacity import Capacity
 from bpipe.passes.balance.step_times import StepTimes, simulated, uniform
-from bpipe.passes.communicate import communicate, without_transfers
+from bpipe.passes.communicate import communicate
 from bpipe.passes.fit import Budgets
 from bpipe.plan.action import HOST
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.meter import slot
 from bpipe.plan.order import clock_of
 from bpipe.plan.plan import Plan
-from bpipe.plan.sizes import Sizes
 from bpipe.simulator.costs import Costs
 
 __all__: list[str] = []
@@ -40,7 +39,7 @@ class Solution(NamedTuple):
     @property
     def cost(self) -> tuple[int, int]:
         """The bytes whose transfers cannot be hidden, and all bytes that move."""
-        costs = [one.decision.cost for one in self.by_rank.values()]
+        costs = [one.cost for one in self.by_rank.values()]
         return sum(late for late, _ in costs), sum(moved for _, moved in costs)
 
 
@@ -48,28 +47,14 @@ class Problem:
     """A plan to be balanced, and all that does not change from one attempt to the next.
 
     Args:
-        plan: the plan of the computations; its transfers are dropped.
-        sizes: the bytes of a microbatch; None to count slots.
-        keeps_recomputed: whether the plan's recomputations stay; default: the pass decides again, and recomputes nothing.
+        plan: of computations and recomputations, without transfers; with sizes to count bytes, without to count slots.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        sizes: Sizes | None,
-        to: Destinations,
-        costs: Costs | None,
-        rule: Choice,
-        *,
-        keeps_recomputed: bool = False,
-    ) -> None:
+    def __init__(self, plan: Plan, to: Destinations, costs: Costs | None = None, rule: Choice = "fewest") -> None:
         to.check(plan.num_ranks)
-        if sizes is not None:
-            sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
-        self.plan = replace(without_transfers(plan, keeps_recomputed=keeps_recomputed), sizes=sizes)
-        self.to, self.rule, self._costs = to, rule, costs
-        self._times = clock_of(self.plan, [self.plan.compute(rank) for rank in range(plan.num_ranks)])
-        self.finished = self.plan if sizes is None and costs is None else communicate(self.plan, self._times)
+        self.plan, self.to, self.rule, self._costs = plan, to, rule, costs
+        self._times = clock_of(plan, [plan.compute(rank) for rank in range(plan.num_ranks)])
+        self.finished = plan if plan.sizes is None and costs is None else communicate(plan, self._times)
 
     @cached_property
     def _steps(self) -> list[RankSteps]:
@@ -96,8 +81,7 @@ class Problem:
 
     def may_fit(self, budgets: Budgets) -> bool:
         """Return whether what exceeds the budgets of some ranks is no more than what others have room for; hosts have room."""
-        peaks = self.finished.peak_slots if self.plan.sizes is None else self.finished.device_peak_bytes
-        known = [(peak, budget) for peak, budget in zip(peaks, budgets) if budget is not None]
+        known = [(peak, budget) for peak, budget in zip(self.finished.device_peak_bytes, budgets) if budget is not None]
         return self.to.host != "no" or len(known) < len(budgets) or sum(peak - budget for peak, budget in known) <= 0
 
     def _parts(self, rank: int) -> PartSizes:
@@ -156,7 +140,7 @@ class Problem:
             if isinstance(decided, Shortage):
                 return f"rank {rank} {decided.text}"
             by_rank[rank] = decided
-            peaks[rank] = decided.decision.peak
+            peaks[rank] = decided.peak
             for peer, taken in decided.remote_buffers.items():
                 peaks[peer] += taken
                 left = room[peer]

@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from bpipe.passes.balance.eager import evict_eagerly
-from bpipe.passes.balance.greedy import Decision, GreedyEviction, PartSizes, Shortage, are_uneven
+from bpipe.passes.balance.greedy import Eviction, GreedyEviction, PartSizes, Shortage, are_uneven
 from bpipe.passes.balance.insert_evictions import insert_evictions, mirrored
 from bpipe.passes.balance.rank_steps import RankSteps
 from bpipe.passes.balance.remote_capacity import Capacity
@@ -24,11 +24,23 @@ PATIENCE = 1_000_000  # candidates to examine without success before a rank give
 
 
 class RankSolution(NamedTuple):
-    """The evictions of a rank, its list with these evictions, and the buffers that it needs, by acceptor."""
+    """The evictions of a rank."""
 
-    decision: Decision
-    lane: tuple[Action, ...]
-    remote_buffers: Mapping[int, int]
+    evictions: Sequence[Eviction]
+    peak: int  # the rank's peak with these evictions
+    was_refused: bool  # whether a peer had too little memory for one of its evictions
+    lane: tuple[Action, ...]  # the rank's list with them
+    remote_buffers: Mapping[int, int]  # that it needs, by acceptor
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """The bytes whose transfers cannot be hidden, and all bytes that move."""
+        return sum(e.size for e in self.exposed), sum(e.size for e in self.evictions)
+
+    @property
+    def exposed(self) -> Sequence[Eviction]:
+        """The evictions whose transfers cannot be hidden, the largest first."""
+        return sorted((e for e in self.evictions if not e.is_hidden), key=lambda e: e.size, reverse=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +53,17 @@ class RankPlanner:
     sizes: PartSizes  # of its stages
     moved: SizeOf  # the amount that an eviction moves
 
-    def has_choice(self, decision: Decision) -> bool:
-        """Return whether a thorough search may find a cheaper solution than a decision."""
+    def has_choice(self, solved: RankSolution) -> bool:
+        """Return whether a thorough search may find a cheaper solution than one."""
         is_simple = not are_uneven(self.sizes) and max(map(len, self.sizes.values())) == 1
-        return not is_simple or decision.was_refused or decision.cost[0] > 0
+        return not is_simple or solved.was_refused or solved.cost[0] > 0
 
     def decide_eagerly(self, limit: int, capacity: Capacity) -> RankSolution | Shortage:
         """Decide the evictions by the paper's rule."""
         found = evict_eagerly(self.steps, limit, capacity.peer)
         if isinstance(found, Shortage):
             return found
-        solved = self._solved(found)
+        solved = self._solved(*found, was_refused=False)
         if capacity.room is not None and solved.remote_buffers.get(capacity.peer, 0) > capacity.room:
             return Shortage(
                 f"needs {solved.remote_buffers[capacity.peer]} buffers on rank {capacity.peer}, which has only {capacity.room}"
@@ -73,7 +85,7 @@ class RankPlanner:
             effort -= num_ranked
             if isinstance(found, Shortage):
                 shortage = found
-            elif best is None or found.decision.cost < best.decision.cost:
+            elif best is None or found.cost < best.cost:
                 best = found
             if effort <= (-PATIENCE if best is None else 0):
                 break
@@ -105,11 +117,11 @@ class RankPlanner:
         """
         given, num_ranked = attempt.capacities, 0
         while True:
-            decision = attempt.run()
+            evictions = attempt.run()
             num_ranked += attempt.num_ranked
-            if isinstance(decision, Shortage):
-                return decision, num_ranked
-            solved = self._solved(decision)
+            if isinstance(evictions, Shortage):
+                return evictions, num_ranked
+            solved = self._solved(evictions, attempt.peak, was_refused=attempt.was_refused)
             lacking = [0 if room is None else max(0, solved.remote_buffers.get(peer, 0) - room) for peer, room in given]
             if not any(lacking):
                 return solved, num_ranked
@@ -117,8 +129,8 @@ class RankPlanner:
             capacities = [Capacity(peer, None if room is None else room - less) for (peer, room), less in smaller]
             attempt = replace(attempt, capacities=capacities)
 
-    def _solved(self, decision: Decision) -> RankSolution:
-        lane = insert_evictions(self.steps, decision.evictions)
-        peers = sorted({eviction.peer for eviction in decision.evictions} - {HOST})
+    def _solved(self, evictions: Sequence[Eviction], peak: int, *, was_refused: bool) -> RankSolution:
+        lane = insert_evictions(self.steps, evictions)
+        peers = sorted({eviction.peer for eviction in evictions} - {HOST})
         remote_buffers = {peer: sum(reserve(mirrored(lane, self.rank, peer), self.moved).sizes) for peer in peers}
-        return RankSolution(decision, lane, remote_buffers)
+        return RankSolution(evictions, peak, was_refused, lane, remote_buffers)
