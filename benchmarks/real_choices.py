@@ -26,10 +26,10 @@ from bpipe.estimate.calibrate import calibrated
 from bpipe.partition import LayerCost, choose_stages
 from bpipe.partition.cut_search import even, pieces
 from bpipe.partition.layers import Chain
+from bpipe.passes.evict_or_recompute import kept_within
+from bpipe.passes.setting import Setting
 from bpipe.schedules import Amount, Costs, Link, Plan, build, simulate
 from bpipe.search.fastest import searched
-from bpipe.search.setting import Setting
-from bpipe.search.within import kept_within
 from bpipe.search.work import Family
 from bpipe.tools.balancing import sizes_of
 from tests.ranks import run_ranks

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from benchmarks.study import RESULTS, Claim, Row, Study
+from bpipe.passes.evict_or_recompute import kept_within
 from bpipe.search.bounds import lower_bound_s
 from bpipe.search.exact import exact
 from bpipe.search.fastest import searched
-from bpipe.search.within import kept_within
 from bpipe.search.work import Family
 from bpipe.verifier.proof import verify
 from tests.schedules.replay import occupied_bytes, replay

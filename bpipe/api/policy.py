@@ -9,8 +9,7 @@ from typing import Literal, get_args
 from bpipe.api.options import Measure, Options
 from bpipe.checks import budgets_of, check_choice
 from bpipe.errors import ConfigurationError
-from bpipe.passes.balance.balance import by_count
-from bpipe.passes.balance.by_bytes import by_bytes
+from bpipe.passes.balance.balance import balance, by_count
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.fit import asked_as_budget
 from bpipe.passes.recompute import recompute, recompute_by_count
@@ -93,7 +92,7 @@ class Policy:
             if self.by == "evict_or_recompute":
                 assert budgets is not None and self.costs is not None, "`check` asks for them"
                 return finish(evict_or_recompute(computations, sizes=sizes, budgets=budgets, costs=self.costs, to=self.to))
-            return finish(by_bytes(computations, sizes, budgets, to=self.to, costs=self.costs))
+            return finish(balance(computations, sizes=sizes, budgets=budgets, to=self.to, costs=self.costs))
 
     def said_budget(self) -> str:
         """Return the budget in words."""

@@ -12,12 +12,12 @@ from bpipe.chooser.question import Question
 from bpipe.chooser.reasons import Spent, too_full
 from bpipe.chooser.ways import Way, ways_of
 from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.passes.evict_or_recompute import PlanInBudget, kept_as_it_is, kept_within
 from bpipe.plan.action import COMPUTE
 from bpipe.search.bounds import lower_bound_s
 from bpipe.search.fastest import MADE, searched
 from bpipe.search.job_shop import JobShop
 from bpipe.search.named import named
-from bpipe.search.within import Kept, kept_as_it_is, kept_within
 from bpipe.search.work import Family
 from bpipe.verifier.proof import verify
 
@@ -38,7 +38,7 @@ class Tried:
 
     way: Way
     order_s: float  # of its order if memory were no matter; a bound if nothing was simulated
-    kept: Kept | None
+    kept: PlanInBudget | None
     is_made: bool = False
 
     @property

@@ -14,11 +14,11 @@ from bpipe.flow.flow import Flow
 from bpipe.flow.shaping import shaped
 from bpipe.partition.cut_search import pieces
 from bpipe.passes.fit import Budgets
+from bpipe.passes.setting import Setting
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import OUT, Amount, Sizes
 from bpipe.schedules.rule import Placement, Rule
-from bpipe.search.setting import Setting
 from bpipe.simulator.costs import Costs
 from bpipe.tools.balancing import sizes_of
 

@@ -13,12 +13,12 @@ from bpipe.chooser.question import Question, StageLayout, is_placed_as
 from bpipe.chooser.reasons import Spent
 from bpipe.errors import ConfigurationError
 from bpipe.passes.communicate import communicate
+from bpipe.passes.setting import Setting
 from bpipe.plan.action import Op
 from bpipe.plan.plan import Plan
 from bpipe.schedules.by_name import computations_of
 from bpipe.schedules.registry import rule_named, rules
 from bpipe.schedules.rule import Rule
-from bpipe.search.setting import Setting
 
 __all__: list[str] = []
 

@@ -330,10 +330,9 @@ class _Lane:
                 yield step, send, min(due, latest.get(step[1:3], end)) if send.returns else due
 
 
-def without_transfers(plan: Plan, *, keeps_recomputed: bool = False) -> Plan:
-    """Return a plan without its transfers, recomputations and budgets: the input of a balance pass."""
-    kept = KEPT | {Op.R} if keeps_recomputed else KEPT
-    lanes = tuple(tuple(a for a in lane if a[0] in kept and a[4] is None) for lane in plan.actions)
+def without_transfers(plan: Plan) -> Plan:
+    """Return a plan without its transfers, recomputations and budgets."""
+    lanes = tuple(tuple(a for a in lane if a[0] in KEPT and a[4] is None) for lane in plan.actions)
     return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=(None,) * plan.num_ranks, budgets=None)
 
 

@@ -12,7 +12,7 @@ from itertools import combinations
 from typing import Concatenate, ParamSpec
 
 from bpipe.errors import ConfigurationError
-from bpipe.passes.balance.balance import balance, by_count, minimize_peak
+from bpipe.passes.balance.balance import balance, by_count
 from bpipe.passes.communicate import communicate, computations_only, forward_only
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.overlap import overlap
@@ -39,7 +39,6 @@ PHASES: Mapping[Callable[..., Plan], Phase] = {
     profiling_order: Phase.COMPUTATIONS,
     overlap: Phase.COMPUTATIONS,
     balance: Phase.BUDGET,
-    minimize_peak: Phase.BUDGET,
     by_count: Phase.BUDGET,
     recompute: Phase.BUDGET,
     recompute_by_count: Phase.BUDGET,

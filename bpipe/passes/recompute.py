@@ -16,14 +16,14 @@ from dataclasses import replace
 from functools import cached_property
 from heapq import heappop, heappush
 from itertools import pairwise
-from typing import NamedTuple
+from math import inf
 
-from bpipe.checks import budgets_of
-from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.errors import BudgetError
 from bpipe.passes.balance.balance import default_slots
 from bpipe.passes.communicate import communicate, computations_only
-from bpipe.passes.fit import Budgets, raised, refusal, smallest
+from bpipe.passes.fit import Budgets, Given, budgets_to_keep, least_raised, refusal
 from bpipe.plan.action import BACKWARD, Action, Op
+from bpipe.plan.meter import Change
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 
@@ -32,15 +32,10 @@ __all__ = ["recompute"]
 TRIES = 4  # attempts to free memory for messages that R lets arrive earlier
 
 Which = tuple[int, int]  # stage, microbatch
+Recomputed = tuple[frozenset[Which], ...]  # the microbatches that a plan recomputes, by rank
 
 
-def recompute(
-    plan: Plan,
-    *,
-    slots: int | Sequence[int | None] | None = None,
-    sizes: Sizes | None = None,
-    budgets: int | Sequence[int | None] | None = None,
-) -> Plan:
+def recompute(plan: Plan, *, slots: Given = None, sizes: Sizes | None = None, budgets: Given = None) -> Plan:
     """Run just enough microbatches forward twice to keep every rank within its budget.
 
     A stage next to another one of its rank is not recomputed, because they share the memory of the tensors between them.
@@ -60,20 +55,15 @@ def recompute(
         >>> finish(recompute(build("1f1b", 4, 8), slots=3)).peak_slots
         (3, 3, 2, 1)
     """
-    if (slots is None) == (sizes is None) or (budgets is not None and sizes is None):
-        raise ConfigurationError("give slots=, or sizes= and budgets=")
-    if sizes is not None:
-        sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
+    given = budgets_to_keep(plan, slots, sizes, budgets)
     search = RecomputeSearch(replace(computations_only(plan), sizes=sizes))
-    given = slots if sizes is None else budgets
-    if given is None:
-        lowest = search.lowest((0,) * plan.num_ranks)
-        return replace(lowest, budgets=(max(_peaks(lowest)),) * plan.num_ranks)
-    each = budgets_of("slots" if sizes is None else "budgets", given, plan.num_ranks)
-    found = search.within(each)
-    if found is None:
-        raise search.refusal(each)
-    return found
+    found = None if given is None else search.within(given)
+    if found is not None:
+        return found[0]
+    enough, (lowest, finished) = search.lowest(given or (0,) * plan.num_ranks)
+    if given is not None:
+        raise refusal(search.plan, given, "recomputing as much as possible is not enough", enough)
+    return replace(lowest, budgets=(max(finished.device_peak_bytes),) * plan.num_ranks)
 
 
 def recompute_by_count(plan: Plan) -> Plan:
@@ -84,7 +74,7 @@ def recompute_by_count(plan: Plan) -> Plan:
     if plan.num_stages == plan.num_ranks:
         with suppress(BudgetError):
             return recompute(plan, slots=default_slots(plan.num_stages))
-    lowest = RecomputeSearch(replace(computations_only(plan), sizes=None)).lowest((0,) * plan.num_ranks)
+    _, (lowest, _) = RecomputeSearch(computations_only(plan)).lowest((0,) * plan.num_ranks)
     return replace(lowest, slots=(max(lowest.peak_slots),) * plan.num_ranks)
 
 
@@ -97,73 +87,52 @@ class RecomputeSearch:
     """
 
     def __init__(self, plan: Plan, finished: Plan | None = None) -> None:
-        self.plan = plan
-        self._known: dict[tuple[int | None, ...], list[set[Which]] | None] = {}
-        self._ranks = [_Rank(plan, rank, lane) for rank, lane in enumerate((finished or communicate(plan)).actions)]
+        self.plan, self._finished = plan, finished or communicate(plan)
+        self._known: dict[Budgets, Recomputed | None] = {}
 
-    def within(self, budgets: Budgets) -> Plan | None:
-        """Return a plan that keeps to the budgets, or None if none is found."""
-        found = self.both_within(budgets)
-        return None if found is None else found[0]
+    @cached_property
+    def _ranks(self) -> list[_Rank]:
+        return [_Rank(self.plan, rank, lane) for rank, lane in enumerate(self._finished.actions)]
 
-    def both_within(self, budgets: Budgets) -> tuple[Plan, Plan] | None:
-        """Return a plan that keeps to the budgets, without messages and, if it counts bytes, with them; None if none is found."""
-        is_sized = self.plan.sizes is not None
-        limits = list(budgets)
+    def within(self, budgets: Budgets) -> tuple[Plan, Plan] | None:
+        """Return a plan that keeps to the budgets, without messages and with them; None if none is found."""
+        limits = budgets
         for _ in range(TRIES):
             chosen = self.chosen(limits)
             if chosen is None:
                 return None
             found = recompute_first(self.plan, chosen)
-            found = replace(found, budgets=budgets) if is_sized else replace(found, slots=budgets)
-            finished = communicate(found) if is_sized else found
-            peaks = finished.device_peak_bytes if is_sized else finished.peak_slots
-            over = [0 if budget is None else peak - budget for peak, budget in zip(peaks, budgets)]
-            if max(over) <= 0:
+            found = replace(found, slots=budgets) if self.plan.sizes is None else replace(found, budgets=budgets)
+            finished = found if self.plan.sizes is None else communicate(found)
+            peaks = _peaks(finished)
+            over = [0 if budget is None else max(0, peak - budget) for peak, budget in zip(peaks, budgets)]
+            if not any(over):
                 return found, finished
-            limits = [None if limit is None else limit - max(more, 0) for limit, more in zip(limits, over)]
+            limits = tuple(None if limit is None else limit - more for limit, more in zip(limits, over))
         return None
 
-    def chosen(self, limits: Sequence[int | None]) -> list[set[Which]] | None:
+    def chosen(self, limits: Budgets) -> Recomputed | None:
         """Choose the microbatches to recompute on each rank so that its own list keeps a limit; None if that is not enough."""
-        if (key := tuple(limits)) not in self._known:
-            self._known[key] = self._chosen(key)
-        return self._known[key]
-
-    def _chosen(self, limits: Sequence[int | None]) -> list[set[Which]] | None:
-        found: list[set[Which]] = []
-        for rank, limit in zip(self._ranks, limits):
-            chosen = rank.chosen(limit)
-            if chosen is None:
-                return None
-            found.append(chosen)
-        return found
+        if limits not in self._known:
+            chosen: list[frozenset[Which]] = []
+            for rank, limit in zip(self._ranks, limits):
+                if (of_rank := rank.chosen(limit)) is None:
+                    break
+                chosen.append(of_rank)
+            self._known[limits] = tuple(chosen) if len(chosen) == len(limits) else None
+        return self._known[limits]
 
     def able(self, rank: int) -> set[int]:
         """Return the stages of a rank that can be recomputed."""
         return self._ranks[rank].able
 
-    def lowest(self, budgets: Budgets) -> Plan:
-        """Return the plan within the lowest budgets that can be met: these, all raised by the same amount."""
-        highest = max(_peaks(self.plan))
-        enough = self.within(raised(budgets, highest))
-        assert enough is not None, "with its own peak as the budget, a plan needs no recomputation"
-
-        def attempt(more: int) -> tuple[int, Plan] | None:
-            found = self.within(raised(budgets, more))
-            return None if found is None else (more, found)
-
-        return smallest(attempt, 1, (highest, enough), highest)[1]
-
-    def refusal(self, given: Budgets) -> BudgetError:
-        """Return the error for budgets that cannot be met."""
-        lowest = self.lowest(given)
-        smallest = (lowest.slots if self.plan.sizes is None else lowest.budgets) or ()
-        return refusal(self.plan, given, "recomputing as much as possible is not enough", smallest)
+    def lowest(self, budgets: Budgets) -> tuple[Budgets, tuple[Plan, Plan]]:
+        """Return the lowest budgets that can be met, which are these, all raised by the same amount, and the plan within them."""
+        return least_raised(self.within, budgets, max(_peaks(self._finished)))
 
 
 def _peaks(plan: Plan) -> tuple[int, ...]:
-    return plan.peak_slots if plan.sizes is None else communicate(plan).device_peak_bytes
+    return plan.peak_slots if plan.sizes is None else plan.device_peak_bytes
 
 
 def recompute_first(plan: Plan, chosen: Sequence[Collection[Which]]) -> Plan:
@@ -183,95 +152,52 @@ def _running_again(lane: Sequence[Action], chosen: Collection[Which]) -> tuple[A
     return tuple(action for pair in pairs for action in pair)
 
 
-class _Event(NamedTuple):
-    """What an action of a lane changes, if its microbatch is kept and if it is recomputed."""
-
-    which: Which
-    op: Op
-    backward: int | None  # of a forward that may be recomputed: the place of its backward
-    takes: tuple[int, int]  # before it runs, if its microbatch is kept, and if it is recomputed
-    gives: tuple[int, int]  # behind it
-
-
 class _Rank:
-    """One rank's list, in which as few microbatches as possible are to be recomputed."""
+    """One rank's list, in which as few microbatches as possible are to be recomputed.
+
+    Each action is counted twice, as if its microbatch were kept and as if it were recomputed, so that each can be chosen later.
+    """
 
     def __init__(self, plan: Plan, rank: int, lane: Sequence[Action]) -> None:
-        self._meter = plan.meter()
-        self._static = 0 if plan.sizes is None else plan.sizes.static[rank]
         self.able = {stage for stage in plan.stages_of(rank) if not plan.flow.shares_memory(stage)}
-        backward = {action.key: index for index, action in enumerate(lane) if action.op in BACKWARD}
-        self._slices = plan.slices
-        self._changes: dict[tuple[Op, int, int, int], tuple[tuple[int, int], tuple[int, int]]] = {}
-        self._events = [
-            self._event(action, backward.get(action.key) if action.op is Op.F and action.stage in self.able else None)
-            for action in lane
-        ]
+        self._static = 0 if plan.sizes is None else plan.sizes.static[rank]
+        self._meter, self._slices, self._enough = plan.meter(), plan.slices, inf
+        self._counted: dict[tuple[Op, int, int, int], tuple[tuple[Change, Change], ...]] = {}
+        ends = {action.key: index for index, action in enumerate(lane) if action.op in BACKWARD and action.stage in self.able}
+        # Of each action: its microbatch, the place of its backward if it is a forward that may be recomputed, and what it counts.
+        self._events = [(a.key, ends.get(a.key) if a.op is Op.F else None, self._count(a)) for a in lane]
 
-    def _event(self, action: Action, backward: int | None = None) -> _Event:
+    def _count(self, action: Action) -> tuple[tuple[Change, Change], ...]:
+        """Return what an action takes and gives if its microbatch is kept, and if it is recomputed; ahead of a backward also R."""
         op, stage, unit, part, _ = action
         kind = op, stage, unit % self._slices, part  # units are alike, but for the sizes of their slices
-        if kind not in self._changes:
-            takes, gives = zip(*(self._meter.change(action, again=again) for again in (False, True)))
-            self._changes[kind] = takes, gives
-        return _Event((stage, unit), op, backward, *self._changes[kind])
+        if kind not in self._counted:
+            both = (Action(Op.R, stage, unit), action) if op in BACKWARD else (action,)
+            self._counted[kind] = tuple((self._meter.change(one), self._meter.change(one, again=True)) for one in both)
+        return self._counted[kind]
 
-    @cached_property
-    def _peak(self) -> int:
-        """The most that the rank occupies without recomputation."""
-        live = peak = self._static
-        for event in self._events:
-            live += event.takes[0]
-            peak = max(peak, live)
-            live -= event.gives[0]
-        return peak
-
-    def chosen(self, limit: int | None) -> set[Which] | None:
+    def chosen(self, limit: int | None) -> frozenset[Which] | None:
         """Choose the microbatch needed last whenever the limit is exceeded, and return all; None if that is not enough."""
-        if limit is None or self._peak <= limit:
-            return set()
-        greedy = _GreedyRecompute(self._static, limit)
-        run, chosen = greedy.run, greedy.chosen
-        for event in self._events:
-            if event.which in chosen and event.op in BACKWARD and not run(self._event(Action(Op.R, *event.which))):
-                return None
-            if not run(event):
-                return None
-        return chosen
-
-
-class _GreedyRecompute:
-    """One run over a rank's actions. Each microbatch is counted both ways, so that it can be chosen later."""
-
-    def __init__(self, static: int, limit: int) -> None:
-        self.chosen: set[Which] = set()
-        self._limit, self._live = limit, static
-        self._spared: defaultdict[Which, int] = defaultdict(int)  # the memory that recomputing each microbatch would free
-        self._offered: list[tuple[int, Which]] = []  # the microbatch needed last stands first
-        self._ended: set[Which] = set()  # microbatches whose backward has begun
-
-    def run(self, event: _Event) -> bool:
-        """Count an action, and choose until it is within the limit; return whether that is possible."""
-        which, op, backward, takes, gives = event
-        if backward is not None:
-            heappush(self._offered, (-backward, which))
-        self._live += takes[which in self.chosen]
-        self._spared[which] += takes[0] - takes[1]
-        if op in BACKWARD:
-            self._ended.add(which)
-        while self._live > self._limit:
-            if not self._choose():
-                return False
-        self._live -= gives[which in self.chosen]
-        self._spared[which] -= gives[0] - gives[1]
-        return True
-
-    def _choose(self) -> bool:
-        """Choose the microbatch needed last among those that would free memory; return whether there is one."""
-        while self._offered:
-            _, which = heappop(self._offered)
-            if which not in self._ended and self._spared[which] > 0:
-                self._live -= self._spared[which]
-                self.chosen.add(which)
-                return True
-        return False
+        if limit is None or limit >= self._enough:
+            return frozenset()
+        chosen = set[Which]()
+        live, spared = self._static, defaultdict[Which, int](int)  # the memory that recomputing each microbatch would free
+        offered: list[tuple[int, Which]] = []  # the microbatch needed last stands first
+        for index, (which, backward, counted) in enumerate(self._events):
+            if backward is not None:
+                heappush(offered, (-backward, which))
+            for (takes, gives), (takes_again, gives_again) in counted if which in chosen else counted[-1:]:
+                live += takes_again if which in chosen else takes
+                spared[which] += takes - takes_again
+                while live > limit:
+                    if not offered:
+                        return None
+                    end, last = heappop(offered)
+                    if index < -end and spared[last] > 0:
+                        live -= spared[last]
+                        chosen.add(last)
+                live -= gives_again if which in chosen else gives
+                spared[which] -= gives - gives_again
+        if not chosen:
+            self._enough = limit
+        return frozenset(chosen)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from random import Random
 
 from bpipe.errors import PlanError
-from bpipe.passes.communicate import communicate
-from bpipe.passes.evict_or_recompute import Way
+from bpipe.passes.evict_or_recompute import MixPolicy, PlanInBudget
+from bpipe.passes.setting import Setting
 from bpipe.plan.collector import collector_paused
 from bpipe.plan.plan import Plan
 from bpipe.search.anneal import ROUNDING, annealed
@@ -21,8 +21,6 @@ from bpipe.search.few import with_more
 from bpipe.search.job_shop import JobShop, Lanes
 from bpipe.search.made import Making, limits_of
 from bpipe.search.named import chosen
-from bpipe.search.setting import Setting
-from bpipe.search.within import Kept
 from bpipe.search.work import Family, Found
 from bpipe.verifier.proof import verify
 
@@ -93,12 +91,12 @@ def _made(families: Sequence[Family], known: Sequence[Found], effort: int, rando
     ]
 
 
-def _kept(family: Family, number: int, lanes: Lanes, below_s: float, way: Way | None = None) -> Found:
+def _kept(family: Family, number: int, lanes: Lanes, below_s: float, policy: MixPolicy | None = None) -> Found:
     """Keep an order that was made to measure within the budgets, if its step can be below one."""
     order_s = family.shop.step_s(lanes)
     kept = None
     if order_s < below_s * (1 - ROUNDING):
-        kept = family.kept_within(replace(family.shop.plan_of(lanes), name=MADE), below_s, way)
+        kept = family.kept_within(replace(family.shop.plan_of(lanes), name=MADE), below_s, policy)
     return Found(MADE, True, number, order_s, kept)
 
 
@@ -110,7 +108,7 @@ def _repeated(of_few: Sequence[Found], few: Sequence[Family], families: Sequence
         few_shop, family = few[one.family].shop, families[one.family]
         assert one.kept is not None, "it has a step"
         lanes = with_more(few_shop, few_shop.numbered(family.setting.order_of(one.kept.plan)), family.shop)
-        found = None if lanes is None else _kept(family, one.family, lanes, below_s, one.kept.way)
+        found = None if lanes is None else _kept(family, one.family, lanes, below_s, one.kept.policy)
         if found is not None and found.order_s < below_s * (1 - ROUNDING):
             yield found
             below_s = min(below_s, found.step_s)
@@ -136,9 +134,8 @@ def _better(found: Found, setting: Setting, effort: int, random: Random) -> Foun
     limits = limits_of(found.kept.plan, shop, setting)
     orders = annealed(shop, shop.lanes, limits, effort // max(1, len(shop.actions)), random)
     for lanes in reversed(orders[1:]):
-        plan = communicate(replace(shop.plan_of(lanes), name=MADE, budgets=setting.budgets))
-        better = Kept.of(plan, setting.costs)
-        if better.step_s < found.step_s and setting.fits(plan) and _is_sound(plan):
+        better = PlanInBudget.of(replace(shop.plan_of(lanes), name=MADE, budgets=setting.budgets), setting.costs)
+        if better is not None and better.step_s < found.step_s and _is_sound(better.plan):
             return Found(MADE, True, found.family, shop.step_s(lanes), better)
     return None
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from bpipe.passes.communicate import communicate
 from bpipe.passes.fit import Budgets, raised
+from bpipe.passes.setting import Setting
 from bpipe.plan.action import Op
 from bpipe.plan.plan import Plan
 from bpipe.search.anneal import ROUNDING, annealed
@@ -19,7 +20,6 @@ from bpipe.search.bounds import lower_bound_s
 from bpipe.search.job_shop import JobShop, Lanes
 from bpipe.search.list_schedule import RULES, Rule, listed, most_begun
 from bpipe.search.periodic import annealed_pattern
-from bpipe.search.setting import Setting
 from bpipe.search.work import Family
 
 __all__: list[str] = []

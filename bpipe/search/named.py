@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
+from bpipe.passes.evict_or_recompute import BudgetSearch, PlanInBudget, kept_as_it_is
 from bpipe.plan.collector import collector_paused
 from bpipe.plan.plan import Plan
 from bpipe.search.anneal import ROUNDING
-from bpipe.search.within import Kept, kept_as_it_is, kept_by_moving
 from bpipe.search.work import Family, Found
 from bpipe.verifier.proof import verify
 
@@ -35,7 +35,7 @@ def named(families: Sequence[Family], *, all_kept: bool = False, told: Callable[
 
     Example:
         >>> from bpipe.schedules import Costs, Sizes, build
-        >>> from bpipe.search.setting import Setting
+        >>> from bpipe.passes.setting import Setting
         >>> setting = Setting(costs=Costs(saved_bytes=8), sizes=Sizes.of([8] * 4), budgets=(24,) * 4)
         >>> first, other = named([Family(starts=(build("1f1b", 4, 8), build("gpipe", 4, 8)), setting=setting)])
         >>> first.name, first.step_s, other.name, other.kept
@@ -59,7 +59,7 @@ class _Candidate:
     judge: Family  # the same one with few microbatches, or `family` itself
     judged: Plan  # the order there
     judged_order_s: float
-    kept: Kept | None = None  # there
+    kept: PlanInBudget | None = None  # there
 
     @property
     def estimate_s(self) -> float:
@@ -71,7 +71,7 @@ class _Candidate:
     @property
     def likely_s(self) -> float:
         """The estimate, and more where it must move or recompute, which takes more of all microbatches than of few."""
-        return self.estimate_s * (1 if self.kept is None or self.kept.way is None else 1 + NEAR)
+        return self.estimate_s * (1 if self.kept is None or self.kept.policy is None else 1 + NEAR)
 
     @property
     def is_judged_by_few(self) -> bool:
@@ -95,7 +95,7 @@ def chosen(families: Sequence[Family], *, all_kept: bool = False, told: Callable
         kept = None if one.is_judged_by_few else one.kept
         wanted_s = inf if all_kept else least_s
         if one.is_judged_by_few and one.order_s < wanted_s * (1 - ROUNDING) and one.estimate_s <= wanted_s * (1 + NEAR):
-            kept = one.family.kept_within(one.order, wanted_s, one.kept and one.kept.way)
+            kept = one.family.kept_within(one.order, wanted_s, one.kept and one.kept.policy)
         found.append(Found(one.order.name, False, one.number, one.order_s, kept))
         least_s = min(least_s, found[-1].step_s)
         told(0.5 + 0.5 * done / len(candidates))
@@ -122,5 +122,6 @@ def _judge(candidates: Sequence[_Candidate]) -> None:
         limit_s = least_s * (1 + NEAR * one.is_judged_by_few)
         if one.kept is None and one.order_s < limit_s * (1 - ROUNDING):
             below_s = limit_s * (one.judged_order_s / one.order_s if one.order_s else 1.0)
-            one.kept = kept_by_moving(one.judged, one.judge.setting, bound_s=one.judge.bound_of(one.judged), below_s=below_s)
+            setting, bound_s = one.judge.setting, one.judge.bound_of(one.judged)
+            one.kept = BudgetSearch(one.judged, setting, bound_s=bound_s, below_s=below_s).within(setting.budgets)
             least_s = min(least_s, one.estimate_s)

@@ -7,13 +7,12 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
-from bpipe.passes.evict_or_recompute import Bound, Recomputed, Way
-from bpipe.passes.recompute import recompute_first
+from bpipe.passes.evict_or_recompute import Bound, MixPolicy, PlanInBudget, kept_within
+from bpipe.passes.recompute import Recomputed, recompute_first
+from bpipe.passes.setting import Setting
 from bpipe.plan.plan import Plan
 from bpipe.search.few import few_of, with_fewer
 from bpipe.search.job_shop import JobShop, Lanes
-from bpipe.search.setting import Setting
-from bpipe.search.within import Kept, kept_within
 
 __all__: list[str] = []
 
@@ -45,9 +44,9 @@ class Family:
         """The order of each plan, in numbers."""
         return list(map(self.shop.numbered, self.orders))
 
-    def kept_within(self, order: Plan, below_s: float = inf, way: Way | None = None) -> Kept | None:
+    def kept_within(self, order: Plan, below_s: float = inf, policy: MixPolicy | None = None) -> PlanInBudget | None:
         """Return the fastest plan that is found for an order within the budgets; None if it would not be below a step."""
-        return kept_within(order, self.setting, bound_s=self.bound_of(order), below_s=below_s, way=way)
+        return kept_within(order, self.setting, bound_s=self.bound_of(order), below_s=below_s, policy=policy)
 
     @cached_property
     def _again(self) -> JobShop:
@@ -71,7 +70,7 @@ class Found(NamedTuple):
     is_made: bool  # whether the order was made to measure
     family: int
     order_s: float  # the step of the order if memory were no matter: no plan of this order is faster
-    kept: Kept | None  # None if none was found, or none of this order can be faster than the best
+    kept: PlanInBudget | None  # None if none was found, or none of this order can be faster than the best
 
     @property
     def step_s(self) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from bpipe.errors import ConfigurationError
 from bpipe.flow.flow import Kind, value_name
-from bpipe.passes.balance.by_bytes import by_bytes
+from bpipe.passes.balance.balance import balance
 from bpipe.passes.balance.outcome import outcome
 from bpipe.plan.destinations import Host
 from bpipe.plan.sizes import GRADIENTS, IN, OUT
@@ -27,7 +27,7 @@ def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, ho
         raise ConfigurationError("--budget is in bytes: say what a microbatch saves, such as --saved 1.5GiB")
     budgets = None if isinstance(budget, str) else budget
     to = Destinations(nodes=costs.nodes, host=host)
-    return finish(by_bytes(plan, sizes, budgets, to=to, costs=costs))
+    return finish(balance(plan, sizes=sizes, budgets=budgets, to=to, costs=costs))
 
 
 def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:

@@ -15,13 +15,13 @@ from typing import Any
 
 from bpipe.errors import BPipeError, BudgetError
 from bpipe.passes.balance.balance import balance, by_count
-from bpipe.passes.balance.by_bytes import by_bytes
 from bpipe.passes.balance.problem import Choice
 from bpipe.passes.communicate import computations_only
 from bpipe.passes.encoder import with_encoder
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.overlap import overlap
 from bpipe.passes.recompute import recompute, recompute_by_count
+from bpipe.passes.setting import Setting
 from bpipe.plan.action import BETWEEN_STAGES, HOST, SENDS, SHARDING, START_OF, Action, Op, Purpose
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.issue_order import issue_orders
@@ -29,7 +29,6 @@ from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Amount, Sizes, StageSizes
 from bpipe.schedules.by_name import build, finish, forward_plan
 from bpipe.search.fastest import searched
-from bpipe.search.setting import Setting
 from bpipe.search.work import Family
 from bpipe.simulator.costs import Costs, Link
 from bpipe.simulator.gaps import fill_gaps
@@ -127,7 +126,7 @@ def _kept(plan: Plan, case: Case) -> Plan:
         return finish(_kept_by_count(plan, keep, to, costs))
     budgets = _budgets(keep["budget"], max(finish(plan).device_peak_bytes), plan.num_ranks)
     if keep["by"] == "eviction":
-        return finish(by_bytes(plan, sizes, budgets, to=to, costs=costs))
+        return finish(balance(plan, sizes=sizes, budgets=budgets, to=to, costs=costs))
     if keep["by"] == "recomputation":
         return finish(recompute(plan, sizes=sizes, budgets=budgets))
     assert budgets is not None and costs is not None, "cases of these ways have both"

@@ -6,7 +6,7 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
-from bpipe.passes.balance.balance import balance, minimize_peak
+from bpipe.passes.balance.balance import balance
 from bpipe.passes.communicate import computations_only
 from bpipe.schedules import Op, Plan, Sizes, StageSizes, build, finish
 from tests.schedules.exact import fewest_bytes
@@ -47,7 +47,7 @@ def some(random: Random) -> Instance:
         parts = tuple(_parts(random, p if has_one else 2 * p))
         drawn = Instance(name, p, m, parts, tuple(random.randint(0, 20) for _ in range(p)), 0)
         highest = max(finish(replace(drawn.plan, sizes=drawn.sizes)).device_peak_bytes)
-        lowest = max(finish(minimize_peak(drawn.plan, drawn.sizes)).device_peak_bytes)
+        lowest = max(finish(balance(drawn.plan, sizes=drawn.sizes)).device_peak_bytes)
         if lowest < highest:
             return drawn._replace(budget=random.choice([lowest, random.randint(lowest, highest - 1)]))
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError
-from bpipe.passes.balance.balance import balance, minimize_peak
+from bpipe.passes.balance.balance import balance
 from bpipe.schedules import Costs, Destinations, Link, Plan, Sizes, StageSizes, finish
 from tests.amounts import amounts
 from tests.schedules.strategies import orders
@@ -87,7 +87,7 @@ def problems(draw: st.DrawFn, max_stages: int = 5, max_microbatches: int = 8) ->
 def sized_plans(draw: st.DrawFn, max_stages: int = 5, max_microbatches: int = 8) -> Plan:
     """Finished plans balanced in bytes: as low as possible, or within budgets between that and what they take."""
     plan, sizes, to, costs = draw(problems(max_stages, max_microbatches))
-    lowest = minimize_peak(plan, sizes, to=to, costs=costs)
+    lowest = balance(plan, sizes=sizes, to=to, costs=costs)
     if lowest.budgets is None or draw(st.booleans()):
         return finish(lowest)
     peaks, low = finish(replace(plan, sizes=sizes)).device_peak_bytes, max(filter(None, lowest.budgets))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError, ConfigurationError, PlanError
-from bpipe.passes.balance.balance import balance, minimize_peak
+from bpipe.passes.balance.balance import balance
 from bpipe.passes.fit import FINENESS
 from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish, verify
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, refused, size_changed
@@ -122,7 +122,7 @@ def test_a_changed_size_has_the_verdict_of_the_replay(plan: Plan, random: Random
 @settings(max_examples=examples(60))
 def test_what_is_reached_can_be_asked_for(drawn: Problem) -> None:
     plan, sizes, to, costs = drawn
-    lowest = minimize_peak(plan, sizes, to=to, costs=costs)
+    lowest = balance(plan, sizes=sizes, to=to, costs=costs)
     if lowest.budgets is not None:
         again = finish(balance(plan, sizes=sizes, budgets=lowest.budgets, to=to, costs=costs))
         assert again.budgets == lowest.budgets
@@ -137,7 +137,7 @@ PLAN, SIZES = build("1f1b", 4, 8), Sizes.of([8] * 4)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sizes": SIZES}, "give slots=, or sizes= and budgets="),
+        ({}, "give slots=, or sizes= and budgets="),
         ({"budgets": 24}, "give slots=, or sizes= and budgets="),
         ({"slots": 3, "sizes": SIZES, "budgets": 24}, "give slots=, or sizes= and budgets="),
         ({"sizes": SIZES, "budgets": 24, "rule": "eager"}, "the latter only with slots="),

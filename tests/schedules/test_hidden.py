@@ -93,7 +93,7 @@ def test_what_is_called_hidden_is_hidden(seed: int) -> None:
     plan, sizes = instance.plan, instance.sizes
     costs = Costs(saved_bytes=[stage.saved for stage in sizes.stages], link=Link(bytes_per_s=random.choice([2.0, 6.0, 20.0])))
     budgets = (instance.budget,) * plan.num_ranks
-    solution = Problem(plan, sizes, Destinations(), costs, "fewest").solve(budgets, thorough=False)
+    solution = Problem(replace(plan, sizes=sizes), Destinations(), costs).solve(budgets, thorough=False)
     assert isinstance(solution, Solution)
     balanced = within(plan, sizes, list(budgets), Destinations(), costs)
     slower = step_s(balanced, costs) / step_s(finish(plan), costs)

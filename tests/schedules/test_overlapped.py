@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torchs
 
 from bpipe.errors import ConfigurationError, PlanError
-from bpipe.passes.balance.balance import balance, minimize_peak
+from bpipe.passes.balance.balance import balance
 from bpipe.passes.communicate import computations_only, forward_only
 from bpipe.passes.encoder import with_encoder
 from bpipe.passes.overlap import overlap
@@ -116,7 +116,7 @@ def test_budgets(plan: Plan, seed: int, little_effort: None) -> None:
     """Plans with pairs are balanced in slots and bytes like others, evicting nothing between the two of a pair."""
     random = Random(seed)
     sizes = sizes_of(plan, random)
-    lowest = finish(minimize_peak(plan, sizes, costs=random.choice([None, Costs(overlapped_share=0.3)])))
+    lowest = finish(balance(plan, sizes=sizes, costs=random.choice([None, Costs(overlapped_share=0.3)])))
     verify(lowest)
     free = max(finish(replace(computations_only(plan), sizes=sizes)).device_peak_bytes)
     budget = random.randint(max(lowest.device_peak_bytes), free)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bpipe.errors import ConfigurationError
-from bpipe.passes.balance.balance import balance, minimize_peak
+from bpipe.passes.balance.balance import balance
 from bpipe.passes.communicate import communicate, computations_only, forward_only
 from bpipe.passes.pipeline import PHASES, Pass, Phase, Pipeline
 from bpipe.passes.profiling_order import profiling_order
@@ -26,7 +26,7 @@ def with_sizes(plan: Plan) -> Plan:
 START = Pass.of(computations_only)
 EVICT, RECOMPUTE, SEND = Pass.of(balance, slots=3), Pass.of(recompute, slots=3), Pass.of(communicate)
 SIZED = Pass(name="with_sizes", phase=Phase.COMPUTATIONS, apply=with_sizes)
-LOWEST = Pass.of(minimize_peak, SIZES)
+LOWEST = Pass.of(balance, sizes=SIZES)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ LOWEST = Pass.of(minimize_peak, SIZES)
     [
         ((START, EVICT, SEND), lambda plan: communicate(balance(computations_only(plan), slots=3))),
         ((START, RECOMPUTE, SEND), lambda plan: communicate(recompute(computations_only(plan), slots=3))),
-        ((START, SIZED, LOWEST), lambda plan: minimize_peak(with_sizes(computations_only(plan)), SIZES)),
+        ((START, SIZED, LOWEST), lambda plan: balance(with_sizes(computations_only(plan)), sizes=SIZES)),
         ((Pass.of(profiling_order), SEND), lambda plan: communicate(profiling_order(plan))),
         ((Pass.of(forward_only), SEND), lambda plan: communicate(forward_only(plan))),
         ((), lambda plan: plan),

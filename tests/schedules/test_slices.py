@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import bpipe
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.flow.shaping import shaped
-from bpipe.passes.balance.balance import balance, by_count, default_slots, minimize_peak
-from bpipe.passes.balance.by_bytes import by_bytes
+from bpipe.passes.balance.balance import balance, by_count, default_slots
 from bpipe.passes.communicate import computations_only
 from bpipe.passes.profiling_order import profiling_order
 from bpipe.passes.recompute import recompute
@@ -25,7 +24,6 @@ from bpipe.plan.order import clock
 from bpipe.schedules import (
     Action,
     Costs,
-    Destinations,
     Link,
     Op,
     Plan,
@@ -111,7 +109,7 @@ def test_keys_and_values_that_stay_cost_little(share: float, most: float) -> Non
     slice_bytes = 10_000
     fixed = round(slice_bytes * share)
     sizes = Sizes(stages=(StageSizes(parts=(slice_bytes - fixed,), fixed=fixed),) * 8, static=(0,) * 8)
-    plan = finish(minimize_peak(computations_only(build("seq_1f1b", 8, 16, slices=4)), sizes))
+    plan = finish(balance(computations_only(build("seq_1f1b", 8, 16, slices=4)), sizes=sizes))
     assert max(plan.device_peak_bytes) / (4 * slice_bytes) <= most
 
 
@@ -158,7 +156,7 @@ def plans(draw: st.DrawFn) -> Plan:
     if how == "balanced":
         return finish(by_count(computations_only(plan)))
     sizes = Sizes.of([6] * plan.num_stages, num_ranks=p, num_parts=3)
-    return finish(by_bytes(plan, sizes, None, to=Destinations(), costs=None))
+    return finish(balance(plan, sizes=sizes))
 
 
 @given(plans())
@@ -282,7 +280,7 @@ def uneven(p: int, k: int, parts: int = 1, *, grows: bool = False) -> Sizes:
 def test_slices_of_different_sizes_are_metered_and_balanced(p: int, m: int, k: int, parts: int, grows: bool) -> None:
     sizes = uneven(p, k, parts, grows=grows)
     plain = finish(replace(computations_only(build("seq_1f1b", p, m, slices=k)), sizes=sizes))
-    even = finish(minimize_peak(computations_only(plain), sizes))
+    even = finish(balance(computations_only(plain), sizes=sizes))
     for plan in (plain, even):
         assert Plan.from_text(plan.to_text()) == plan
         assert occupied_bytes(plan) == plan.device_peak_bytes
@@ -314,7 +312,7 @@ def test_gradients_of_states_are_collected_after_they_are_given(change: dict[str
     with pytest.raises(PlanError, match="sizes of stage 1: each byte that a slice has given"):
         finish(replace(computations_only(plan), sizes=wrong))
     with pytest.raises(ConfigurationError, match="sizes of stage 1: each byte that a slice has given"):
-        minimize_peak(plan, wrong)
+        balance(plan, sizes=wrong)
 
 
 @pytest.mark.parametrize("grows", [False, True])

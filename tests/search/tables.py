@@ -7,9 +7,9 @@ from math import inf
 from random import Random
 
 from bpipe.errors import ConfigurationError
+from bpipe.passes.setting import Setting
 from bpipe.plan.plan import Plan
 from bpipe.schedules import Action, Costs, Link, Op, build
-from bpipe.search.setting import Setting
 from bpipe.search.work import Family
 from bpipe.tools.balancing import sizes_of
 

@@ -9,12 +9,10 @@ from random import Random
 import pytest
 
 from benchmarks.search_study import NEAR, measured, solved
-from bpipe.passes.communicate import computations_only
-from bpipe.passes.evict_or_recompute import attempt
-from bpipe.schedules import Costs, Destinations, Link, Plan, build, finish, simulate, verify
+from bpipe.passes.evict_or_recompute import kept_within
+from bpipe.passes.setting import Setting
+from bpipe.schedules import Costs, Link, Plan, build, simulate, verify
 from bpipe.search.fastest import MADE, searched
-from bpipe.search.setting import Setting
-from bpipe.search.within import kept_within
 from bpipe.search.work import Family, Found
 from bpipe.tools.balancing import sizes_of
 from tests.schedules.replay import occupied_bytes, replay
@@ -25,19 +23,8 @@ TABLES = [Table.random(Random(seed), (2, 3, 4, 6)) for seed in range(100, 108)]
 
 def named_by_the_passes(table: Table) -> float:
     """Return the fastest step of the named schedules as they are, or kept within the budgets by the pass that does both."""
-    steps = [inf]
-    for family in table.families():
-        setting = family.setting
-        for plan in family.starts:
-            order = replace(computations_only(plan), sizes=setting.sizes)
-            finished = finish(order)
-            if any(budget is not None and peak > budget for peak, budget in zip(finished.device_peak_bytes, setting.budgets)):
-                kept = attempt(order, setting.sizes, setting.budgets, setting.costs, Destinations())
-                if kept is None:
-                    continue
-                finished = finish(kept.plan)
-            steps.append(simulate(finished, setting.costs).makespan_s)
-    return min(steps)
+    kept = [kept_within(one.setting.order_of(plan), one.setting) for one in table.families() for plan in one.starts]
+    return min((one.step_s for one in kept if one is not None), default=inf)
 
 
 def check(table: Table, effort: int, *, by: str = "both") -> list[Found]:

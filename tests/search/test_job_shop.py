@@ -8,10 +8,10 @@ import pytest
 
 from bpipe.errors import ConfigurationError
 from bpipe.passes.communicate import communicate
+from bpipe.passes.evict_or_recompute import kept_within
+from bpipe.passes.setting import Setting
 from bpipe.schedules import Costs, Link, Op, Plan, Sizes, build, finish, simulate, verify
 from bpipe.search.job_shop import JobShop
-from bpipe.search.setting import Setting
-from bpipe.search.within import kept_within
 from tests.schedules.shape_of_plan import shape_of
 from tests.search.tables import Table
 

@@ -8,14 +8,13 @@ from random import Random
 
 import pytest
 
-from bpipe.passes.evict_or_recompute import attempt
-from bpipe.schedules import Costs, Destinations, Link, Sizes, build, simulate, verify
+from bpipe.passes.evict_or_recompute import BudgetSearch, kept_within
+from bpipe.passes.setting import Setting
+from bpipe.schedules import Costs, Link, Sizes, build, simulate, verify
 from bpipe.search.fastest import searched
 from bpipe.search.few import few_of, with_fewer, with_more
 from bpipe.search.job_shop import JobShop
 from bpipe.search.named import named
-from bpipe.search.setting import Setting
-from bpipe.search.within import kept_by_moving, kept_within
 from bpipe.search.work import Family, Found
 from tests.schedules.replay import occupied_bytes, replay
 from tests.search.tables import Table
@@ -78,12 +77,13 @@ def test_all_may_be_kept(table: Table) -> None:
 def test_what_is_too_slow_is_not_planned() -> None:
     plan, sizes = build("1f1b", 4, 12), Sizes.of([1000] * 4)
     costs = Costs(saved_bytes=1000, link=Link(bytes_per_s=100))  # too slow to evict
-    given = (plan, sizes, (2000,) * 4, costs, Destinations())
-    found = attempt(*given)
-    assert found is not None and found.way.beyond is not None
-    assert attempt(*given, way=found.way, bound_s=lambda _: found.step_s, below_s=found.step_s) is None
-    again = attempt(*given, way=found.way, bound_s=lambda _: found.step_s * 0.99, below_s=found.step_s)
-    assert again is not None and again.finished == found.finished
+    setting = Setting(costs=costs, sizes=sizes, budgets=(2000,) * 4)
+    order = setting.order_of(plan)
+    found = kept_within(order, setting)
+    assert found is not None and found.policy is not None and found.policy.beyond is not None
+    assert kept_within(order, setting, policy=found.policy, bound_s=lambda _: found.step_s, below_s=found.step_s) is None
+    again = kept_within(order, setting, policy=found.policy, bound_s=lambda _: found.step_s * 0.99, below_s=found.step_s)
+    assert again is not None and again.plan == found.plan
 
 
 def test_how_many_are_few() -> None:
@@ -126,7 +126,7 @@ def test_bounds_of_recomputation_hold() -> None:
     for seed in range(210, 213):
         for family in Table.random(Random(seed), (3, 4)).families():
             for order in family.orders:
-                kept = kept_by_moving(order, family.setting, bound_s=family.bound_of(order))
+                kept = BudgetSearch(order, family.setting, bound_s=family.bound_of(order)).within(family.setting.budgets)
                 free = kept_within(order, family.setting)
                 assert (kept is None) == (free is None)
                 if kept is not None and free is not None:

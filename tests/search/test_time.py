@@ -6,10 +6,10 @@ import time
 
 import pytest
 
+from bpipe.passes.setting import Setting
 from bpipe.schedules import Costs, Link, build
 from bpipe.search.fastest import searched
 from bpipe.search.named import named
-from bpipe.search.setting import Setting
 from bpipe.search.work import Family
 from bpipe.tools.balancing import sizes_of
 from tests.quiet import here

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import BPipeError, ConfigurationError
-from bpipe.passes.balance.balance import minimize_peak
+from bpipe.passes.balance.balance import balance
 from bpipe.passes.communicate import computations_only
 from bpipe.plan.action import HOST
 from bpipe.schedules import Action, Costs, Destinations, Link, Op, Sizes, build, finish, simulate
@@ -172,7 +172,7 @@ def bound(events: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
 def test_parts_and_the_host(path):
     """Arrows go from part to part; what moves to the host has a lane of its own, and no other end."""
     plan = replace(computations_only(build("1f1b", 4, 8)), sizes=Sizes.of([4] * 4, num_parts=2))
-    plans = [finish(minimize_peak(plan, plan.sizes, to=Destinations(host=host))) for host in ("no", "only")]
+    plans = [finish(balance(plan, sizes=plan.sizes, to=Destinations(host=host))) for host in ("no", "only")]
     save_trace([simulate(plan, Costs(host_link=Link(bytes_per_s=8.0))) for plan in plans], path)
     slices = [(event["args"]["timeline"], event["cat"], event["name"]) for event in events_of(path, "X")]
     moved = {name for _, lane, name in slices if lane == "evictions"}

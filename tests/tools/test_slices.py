@@ -9,7 +9,7 @@ import pytest
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.calibrate import calibrated
-from bpipe.passes.balance.balance import minimize_peak
+from bpipe.passes.balance.balance import balance
 from bpipe.passes.communicate import computations_only
 from bpipe.schedules import Costs, Op, Sizes, Timeline, build, finish, simulate
 from bpipe.tools.chrome import save_trace
@@ -106,7 +106,7 @@ def test_a_page_names_slices_and_follows_microbatches(tmp_path: Path) -> None:
 def test_a_trace_names_slices_and_is_read_back(tmp_path: Path) -> None:
     plain = build("seq_1f1b", 4, 4, slices=3)
     sizes = Sizes.of([9] * 4, num_parts=2)
-    timeline = simulate(finish(minimize_peak(computations_only(plain), sizes)), Costs(forward_s=1 / 3))
+    timeline = simulate(finish(balance(computations_only(plain), sizes=sizes)), Costs(forward_s=1 / 3))
     save_trace([timeline], tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     first = next(event for event in events if event.get("name") == "2F3/1")

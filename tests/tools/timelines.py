@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from bpipe.passes.balance.balance import minimize_peak
+from bpipe.passes.balance.balance import balance
 from bpipe.passes.communicate import computations_only
 from bpipe.schedules import Costs, Destinations, Link, Plan, Sizes, Timeline, build, finish, gpipe, rules, simulate
 from tests.schedules.sized import sized_plans
@@ -31,7 +31,7 @@ def interleaved(costs: Costs = BYTES) -> Timeline:
 def in_parts(host: str = "no", costs: Costs = SLOW_LINK) -> Timeline:
     """1F1B with 4 stages and 8 microbatches as low as it gets, in four parts."""
     sizes = replace(Sizes.of([2**30] * 4, num_parts=4), static=(2**29, 2**28, 0, 0))
-    return simulate(finish(minimize_peak(computations_only(build("1f1b", 4, 8)), sizes, to=Destinations(host=host))), costs)
+    return simulate(finish(balance(computations_only(build("1f1b", 4, 8)), sizes=sizes, to=Destinations(host=host))), costs)
 
 
 def interleaved_plan() -> Plan:

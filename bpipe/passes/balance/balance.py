@@ -7,20 +7,20 @@ then ranks of the same node, then others, then its host. README.md beside this f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import get_args
 
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.passes.balance.problem import Choice, Problem, Solution
-from bpipe.passes.fit import Budgets, raised, refusal, smallest
+from bpipe.passes.communicate import computations_only
+from bpipe.passes.fit import Budgets, Given, budgets_to_keep, least_raised, refusal, smallest
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 from bpipe.simulator.costs import Costs
 
-__all__ = ["balance", "minimize_peak"]
+__all__ = ["balance"]
 
 
 def default_slots(num_stages: int, slices: int = 1) -> int:
@@ -35,9 +35,9 @@ def default_slots(num_stages: int, slices: int = 1) -> int:
 def balance(
     plan: Plan,
     *,
-    slots: int | Sequence[int | None] | None = None,
+    slots: Given = None,
     sizes: Sizes | None = None,
-    budgets: int | Sequence[int | None] | None = None,
+    budgets: Given = None,
     to: Destinations | None = None,
     costs: Costs | None = None,
     rule: Choice = "fewest",
@@ -48,7 +48,8 @@ def balance(
         plan: any; its computations are kept, and its transfers are dropped: `finish` adds new ones.
         slots: the budget in microbatches, or in slices if microbatches have several, one number or one per rank (None: unlimited).
         sizes: the bytes of a microbatch or slice, to count bytes instead of slots.
-        budgets: with `sizes`, the budget in bytes, static bytes included, one number or one per rank.
+        budgets: with `sizes`, the budget in bytes, static bytes included, one number or one per rank; None: as low as possible,
+            with the highest peak as every rank's budget, or without any if evictions do not lower it.
         to: the ranks that may store evicted activations; default: the pair p-1-x, then any rank with free memory.
         costs: how long computations and transfers take; evictions that computations can hide are chosen first. Each rank
             decides by itself, so transfers that share a link may still add a few percent.
@@ -60,33 +61,21 @@ def balance(
             within 1/1024 of the highest peak.
         ConfigurationError: budgets, destinations or rule are invalid.
     """
-    if (slots is None) == (sizes is None) or (sizes is None) != (budgets is None):
-        raise ConfigurationError("give slots=, or sizes= and budgets=")
+    given = budgets_to_keep(plan, slots, sizes, budgets)
     if rule not in get_args(Choice) or (rule == "eager" and sizes is not None):
         raise ConfigurationError(f"rule={rule!r}: choose one of 'fewest', 'eager' (the latter only with slots=)")
-    problem = Problem(plan, sizes, Destinations() if to is None else to, costs, rule)
-    given = problem.checked(slots if sizes is None else budgets)
+    problem = Problem(replace(computations_only(plan), sizes=sizes), Destinations() if to is None else to, costs, rule)
+    if given is None:
+        lowest = _lowest(problem)
+        return problem.balanced(lowest, (max(lowest.peaks),) * plan.num_ranks) if lowest.by_rank else problem.plan
     solution = problem.solve(given, thorough=False)
     if isinstance(solution, str):
         lacking, solution = solution, _lowest(problem)
-        if _missing(solution, given) > 0:
-            raise _refusal(problem, given, lacking, solution)
+        missing = max(peak - budget for peak, budget in zip(solution.peaks, given) if budget is not None)
+        if missing > 0:
+            enough, _ = least_raised(problem.solution, given, max(problem.peaks), (missing, solution))
+            raise refusal(problem.plan, given, lacking, enough)
     return problem.balanced(_cheaper(problem, given, solution), given)
-
-
-def minimize_peak(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Costs | None = None) -> Plan:
-    """Balance a plan to the lowest maximum peak in bytes that the pass reaches, moving as few bytes as possible.
-
-    Returns:
-        The balanced plan, with its highest peak as every rank's budget; if evictions do not lower the peak, the computations of
-        the plan without evictions, with their sizes.
-
-    Raises:
-        ConfigurationError: sizes or destinations are invalid.
-    """
-    problem = Problem(plan, sizes, Destinations() if to is None else to, costs, "fewest")
-    lowest = _lowest(problem)
-    return problem.balanced(lowest, (max(lowest.peaks),) * plan.num_ranks) if lowest.by_rank else problem.plan
 
 
 def _lowest(problem: Problem) -> Solution:
@@ -96,8 +85,8 @@ def _lowest(problem: Problem) -> Solution:
     lowest = max(static) if problem.to.host != "no" else -(-sum(problem.peaks) // len(problem.peaks))
 
     def attempt(peak: int) -> tuple[int, Solution] | None:
-        found = problem.solve((peak,) * len(problem.peaks), thorough=False)
-        return (max(found.peaks), found) if isinstance(found, Solution) else None
+        found = problem.solution((peak,) * len(problem.peaks))
+        return None if found is None else (max(found.peaks), found)
 
     peak, best = smallest(attempt, lowest, (highest, Solution({}, problem.peaks)), highest)
     return _cheaper(problem, (peak,) * len(problem.peaks), best)
@@ -105,27 +94,11 @@ def _lowest(problem: Problem) -> Solution:
 
 def _cheaper(problem: Problem, budgets: Budgets, solution: Solution) -> Solution:
     """Return a cheaper solution within the same budgets if a thorough search finds one, else the given one."""
-    has_choice = any(problem.ranks[rank].has_choice(solved.decision) for rank, solved in solution.by_rank.items())
+    has_choice = any(problem.ranks[rank].has_choice(solved) for rank, solved in solution.by_rank.items())
     if not has_choice or problem.is_cheapest(solution, budgets):
         return solution
     other = problem.solve(budgets, thorough=True)
     return other if isinstance(other, Solution) and other.cost < solution.cost else solution
-
-
-def _missing(solution: Solution, budgets: Budgets) -> int:
-    """Return the largest excess of a solution's peaks over the budgets."""
-    return max(peak - budget for peak, budget in zip(solution.peaks, budgets) if budget is not None)
-
-
-def _refusal(problem: Problem, given: Budgets, lacking: str, lowest: Solution) -> BudgetError:
-    """Return the error for budgets that cannot be met; it names the smallest ones that can."""
-
-    def attempt(more: int) -> tuple[int, Solution] | None:
-        found = problem.solve(raised(given, more), thorough=False)
-        return (more, found) if isinstance(found, Solution) else None
-
-    more, _ = smallest(attempt, 1, (_missing(lowest, given), lowest), max(problem.peaks))
-    return refusal(problem.plan, given, lacking, raised(given, more))
 
 
 def by_count(plan: Plan, to: Destinations | None = None) -> Plan:
@@ -136,6 +109,6 @@ def by_count(plan: Plan, to: Destinations | None = None) -> Plan:
     if plan.num_stages == plan.num_ranks:
         with suppress(BudgetError):
             return balance(plan, slots=default_slots(plan.num_stages, plan.slices), to=to)
-    lowest = minimize_peak(plan, Sizes.of([1] * plan.num_stages, num_ranks=plan.num_ranks), to=to)
+    lowest = balance(plan, sizes=Sizes.of([1] * plan.num_stages, num_ranks=plan.num_ranks), to=to)
     slots = (None,) * plan.num_ranks if lowest.budgets is None else lowest.budgets
     return replace(lowest, sizes=None, budgets=None, slots=slots)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bpipe.passes.balance.greedy import Decision, Eviction, Shortage
+from bpipe.passes.balance.greedy import Eviction, Shortage
 from bpipe.passes.balance.insert_evictions import insert_evictions
 from bpipe.passes.balance.rank_steps import Part, RankSteps
 from bpipe.plan.action import BACKWARD, Op
@@ -11,12 +11,16 @@ from bpipe.plan.meter import occupancy
 __all__: list[str] = []
 
 
-def evict_eagerly(rank: RankSteps, limit: int, peer: int) -> Decision | Shortage:
-    """Evict the youngest microbatch with each forward while a rank is full, and load the oldest with each backward."""
+def evict_eagerly(rank: RankSteps, limit: int, peer: int) -> tuple[list[Eviction], int] | Shortage:
+    """Evict the youngest microbatch with each forward while a rank is full, and load the oldest with each backward.
+
+    Returns:
+        The evictions, and the rank's peak with them.
+    """
     evictions: list[Eviction] = []
     forwards: list[Part] = []
     remote: list[tuple[Part, int]] = []
-    for t, action in rank.computations:
+    for t, action in ((t, action) for t, actions in enumerate(rank.steps) for action in actions):
         if action.op is Op.F:
             if len(forwards) >= limit - 1 and forwards:
                 remote.append((forwards[-1], t))
@@ -34,9 +38,9 @@ def evict_eagerly(rank: RankSteps, limit: int, peer: int) -> Decision | Shortage
         why = "" if late is None else f" and loads {late.which[0]}F{late.which[1]} too late"
         why += "" if unsent is None else f" and empties {unsent.which[0]}F{unsent.which[1]} before its output has arrived"
         return Shortage(f"evicting eagerly occupies {peak}{why}")
-    return Decision(evictions, peak)
+    return evictions, peak
 
 
 def _next(rank: RankSteps, step: int) -> int:
     """Return the next step that computes."""
-    return next((t for t in range(step + 1, len(rank.steps)) if rank.steps[t] is not None), len(rank.steps))
+    return next((t for t in range(step + 1, len(rank.steps)) if rank.steps[t]), len(rank.steps))

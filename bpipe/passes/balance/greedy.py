@@ -40,19 +40,6 @@ class Eviction(NamedTuple):
     is_hidden: bool = True
 
 
-class Decision(NamedTuple):
-    """The evictions of a rank."""
-
-    evictions: Sequence[Eviction]  # all of them
-    peak: int  # the rank's peak with these evictions
-    was_refused: bool = False  # whether a peer had too little memory for one of its evictions
-
-    @property
-    def cost(self) -> tuple[int, int]:
-        """The bytes whose transfers cannot be hidden, and all bytes that move."""
-        return sum(e.size for e in self.evictions if not e.is_hidden), sum(e.size for e in self.evictions)
-
-
 class Shortage(NamedTuple):
     """The reason why a rank cannot keep within its limit."""
 
@@ -77,7 +64,7 @@ class GreedyEviction:
     size_exponent: float = 1.0  # the exponent of a candidate's size, which counts against it
     num_ranked: int = field(default=0, init=False)  # how many candidates were examined: for the search budget
     evictions: list[tuple[Eviction, RemoteCapacity]] = field(default_factory=list, init=False)
-    was_refused: bool = field(default=False, init=False)
+    was_refused: bool = field(default=False, init=False)  # whether a peer had too little memory for one of its evictions
 
     def __post_init__(self) -> None:
         shared = LinkOccupancy(), LinkOccupancy()
@@ -90,22 +77,27 @@ class GreedyEviction:
         self._is_even = not are_uneven(self.sizes)
         self._num_slices = len({slice_ for _, slice_ in self.sizes})
 
-    def run(self) -> Decision | Shortage:
+    @property
+    def peak(self) -> int:
+        """The most that the rank occupies with the evictions that are decided by now."""
+        return max(self._occupied, default=0)
+
+    def run(self) -> Sequence[Eviction] | Shortage:
         """Decide all evictions, or return why they cannot keep to the limit."""
-        for t, (action, saved, no_longer) in enumerate(zip(self.rank.steps, self.rank.saved, self.rank.needed)):
-            if action is not None and saved:
-                sizes = self.sizes[action[1], action[2] % self._num_slices]
+        for t, (saved, no_longer) in enumerate(zip(self.rank.saved, self.rank.needed)):
+            if saved:
+                stage, unit, _ = saved[0]
+                sizes = self.sizes[stage, unit % self._num_slices]
                 self._live.update((part, size) for part, size in zip(saved, sizes) if size)
             while self._occupied[t] > self.limit:
                 if not self._evict_before(t):
-                    needed = f"{self._occupied[t]} of {self.limit}"
-                    return Shortage(f"occupies {needed} at {action} and can evict nothing in time")
+                    action = (self.rank.steps[t] or self.rank.steps[t + 1])[0]
+                    return Shortage(f"occupies {self._occupied[t]} of {self.limit} at {action} and can evict nothing in time")
             for part in no_longer:
                 self._live.pop(part, None)
         if not self._is_even:
             self._take_back()
-        evictions = tuple(self._loaded_earlier())
-        return Decision(evictions, max(self._occupied, default=0), self.was_refused)
+        return tuple(self._loaded_earlier())
 
     def _evict_before(self, t: int) -> bool:
         """Evict the best candidate that can be hidden, else the best one; return False if there is none."""
@@ -205,7 +197,7 @@ class GreedyEviction:
         """
         for eviction, _ in sorted(self.evictions, key=lambda pair: pair[0].load):
             before = eviction.load - 1
-            is_idle = self.rank.steps[eviction.load] is None and before > eviction.left
+            is_idle = not self.rank.steps[eviction.load] and before > eviction.left
             if is_idle and self._occupied[before] + eviction.size <= self.limit:
                 self._occupied[before] += eviction.size
                 yield eviction._replace(load=before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from operator import attrgetter
 
 from bpipe.passes.balance.greedy import Eviction
@@ -32,14 +33,11 @@ def insert_evictions(rank: RankSteps, evictions: Sequence[Eviction]) -> tuple[Ac
         for eviction in evictions:
             moves[step_of(eviction)].append(Action(op, *eviction.which, eviction.peer))
     lane: list[Action] = []
-    step, is_beside = 0, False
+    boundaries = pairwise(rank.boundaries)
     for action in rank.actions:
-        while action[0] in COMPUTE and step < len(rank.steps) and not is_beside:
-            lane += moves.get(step, ())
-            step += 1
-            if rank.steps[step - 1] is not None:
-                break
-        is_beside = step - 1 in rank.beside and action == rank.steps[step - 1]
+        if action[0] in COMPUTE:
+            for step in range(*next(boundaries)):
+                lane += moves.get(step, ())
         lane.append(action)
     return tuple(lane)
 

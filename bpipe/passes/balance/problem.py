@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
+from itertools import product, repeat
 from typing import Literal, NamedTuple
 
-from bpipe.checks import budgets_of
 from bpipe.passes.balance.greedy import PartSizes, Shortage
 from bpipe.passes.balance.insert_evictions import mirrored
-from bpipe.passes.balance.rank_planner import RankPlanner, RankSolution, SearchBudget
+from bpipe.passes.balance.rank_planner import RankPlanner, RankSolution
 from bpipe.passes.balance.rank_steps import RankSteps, steps_of
 from bpipe.passes.balance.remote_capacity import Capacity
 from bpipe.passes.balance.step_times import StepTimes, simulated, uniform
-from bpipe.passes.communicate import communicate, without_transfers
+from bpipe.passes.communicate import communicate
 from bpipe.passes.fit import Budgets
 from bpipe.plan.action import HOST
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.meter import slot
 from bpipe.plan.order import clock_of
 from bpipe.plan.plan import Plan
-from bpipe.plan.sizes import Sizes
 from bpipe.simulator.costs import Costs
 
 __all__: list[str] = []
@@ -41,46 +39,26 @@ class Solution(NamedTuple):
     @property
     def cost(self) -> tuple[int, int]:
         """The bytes whose transfers cannot be hidden, and all bytes that move."""
-        costs = [one.decision.cost for one in self.by_rank.values()]
+        costs = [one.cost for one in self.by_rank.values()]
         return sum(late for late, _ in costs), sum(moved for _, moved in costs)
-
-
-def may_fit(peaks: Sequence[int], budgets: Budgets, to: Destinations) -> bool:
-    """Return whether what exceeds the budgets of some ranks is no more than what others have room for; hosts have room."""
-    known = [(peak, budget) for peak, budget in zip(peaks, budgets) if budget is not None]
-    return to.host != "no" or len(known) < len(budgets) or sum(peak - budget for peak, budget in known) <= 0
 
 
 class Problem:
     """A plan to be balanced, and all that does not change from one attempt to the next.
 
     Args:
-        plan: the plan of the computations; its transfers are dropped.
-        sizes: the bytes of a microbatch; None to count slots.
-        keeps_recomputed: whether the plan's recomputations stay; default: the pass decides again, and recomputes nothing.
+        plan: of computations and recomputations, without transfers; with sizes to count bytes, without to count slots.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        sizes: Sizes | None,
-        to: Destinations,
-        costs: Costs | None,
-        rule: Choice,
-        *,
-        keeps_recomputed: bool = False,
-    ) -> None:
+    def __init__(self, plan: Plan, to: Destinations, costs: Costs | None = None, rule: Choice = "fewest") -> None:
         to.check(plan.num_ranks)
-        if sizes is not None:
-            sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
-        self.plan = replace(without_transfers(plan, keeps_recomputed=keeps_recomputed), sizes=sizes)
-        self.to, self.rule, self._costs = to, rule, costs
-        self._times = clock_of(self.plan, [self.plan.compute(rank) for rank in range(plan.num_ranks)])
-        self._finished = self.plan if sizes is None and costs is None else communicate(self.plan, self._times)
+        self.plan, self.to, self.rule, self._costs = plan, to, rule, costs
+        self._times = clock_of(plan, [plan.compute(rank) for rank in range(plan.num_ranks)])
+        self.finished = plan if plan.sizes is None and costs is None else communicate(plan, self._times)
 
     @cached_property
     def _steps(self) -> list[RankSteps]:
-        return steps_of(self.plan, self._finished, self._times)
+        return steps_of(self.plan, self.finished, self._times)
 
     @cached_property
     def peaks(self) -> list[int]:
@@ -90,20 +68,21 @@ class Problem:
     @cached_property
     def ranks(self) -> list[RankPlanner]:
         """What decides the evictions of each rank; where there are costs, it takes a simulation."""
-        simulated_times = () if self._costs is None else simulated(self._finished, self._steps, self._costs)
-        timings = [[times] for times in simulated_times] or [list[StepTimes]() for _ in self._steps]
+        by_costs: Iterable[StepTimes | None] = repeat(None)
+        if self._costs is not None:
+            by_costs = simulated(self.finished, self._steps, self._costs)
         amount = slot if self.plan.sizes is None else self.plan.sizes.moved
         ranks: list[RankPlanner] = []
-        for rank, steps in enumerate(self._steps):
+        for rank, (steps, times) in enumerate(zip(self._steps, by_costs)):
             parts = self._parts(rank)
-            largest = max(map(sum, parts.values()), default=0)
-            timings[rank].append(uniform(len(steps.steps), largest, hides=self._costs is None))
-            ranks.append(RankPlanner(rank, steps, timings[rank], parts, amount))
+            by_steps = uniform(len(steps.steps), max(map(sum, parts.values()), default=0), hides=times is None)
+            ranks.append(RankPlanner(rank, steps, [by_steps] if times is None else [times, by_steps], parts, amount))
         return ranks
 
     def may_fit(self, budgets: Budgets) -> bool:
-        """Return whether evictions can keep all ranks within their budgets as far as their peaks decide it."""
-        return may_fit(self._finished.peak_slots if self.plan.sizes is None else self._finished.device_peak_bytes, budgets, self.to)
+        """Return whether what exceeds the budgets of some ranks is no more than what others have room for; hosts have room."""
+        known = [(peak, budget) for peak, budget in zip(self.finished.device_peak_bytes, budgets) if budget is not None]
+        return self.to.host != "no" or len(known) < len(budgets) or sum(peak - budget for peak, budget in known) <= 0
 
     def _parts(self, rank: int) -> PartSizes:
         by_slice = (None,) if self.plan.sizes is None else self.plan.sizes.by_slice
@@ -113,9 +92,10 @@ class Problem:
             for stage in self.plan.stages_of(rank)
         }
 
-    def checked(self, given: int | Sequence[int | None] | None) -> Budgets:
-        """Return one budget per rank."""
-        return budgets_of("slots" if self.plan.sizes is None else "budgets", given, self.plan.num_ranks)
+    def solution(self, budgets: Budgets) -> Solution | None:
+        """Return the first solution that is found within the budgets, or None."""
+        found = self.solve(budgets, thorough=False)
+        return found if isinstance(found, Solution) else None
 
     def solve(self, budgets: Budgets, *, thorough: bool) -> Solution | str:
         """Return the evictions of each rank, or a description of the shortage.
@@ -144,7 +124,7 @@ class Problem:
         limits = ((rank, budget) for rank, budget in enumerate(budgets) if budget is not None and rank in solution.by_rank)
         return late == 0 and moved == sum(self.ranks[rank].steps.least_moved(limit) for rank, limit in limits)
 
-    def _solve(self, budgets: Budgets, search: int, by_steps: bool, most_first: bool) -> Solution | str:
+    def _solve(self, budgets: Budgets, effort: int, by_steps: bool, most_first: bool) -> Solution | str:
         """Let one rank decide after the other, those with the most to evict first or last."""
         peaks = list(self.peaks)
         room = [None if budget is None else max(0, budget - peak) for budget, peak in zip(budgets, peaks)]
@@ -156,11 +136,11 @@ class Problem:
             if self.rule == "eager" and capacities:
                 decided = self.ranks[rank].decide_eagerly(limit, capacities[0])
             else:
-                decided = self.ranks[rank].decide(limit, capacities, SearchBudget(search // len(excess)), by_steps=by_steps)
+                decided = self.ranks[rank].decide(limit, capacities, effort // len(excess), by_steps=by_steps)
             if isinstance(decided, Shortage):
                 return f"rank {rank} {decided.text}"
             by_rank[rank] = decided
-            peaks[rank] = decided.decision.peak
+            peaks[rank] = decided.peak
             for peer, taken in decided.remote_buffers.items():
                 peaks[peer] += taken
                 left = room[peer]

@@ -43,42 +43,36 @@ class RankSteps:
 
     def __init__(self, plan: Plan, rank: int, static: int, occupied: Iterable[int], arrives: Callable[[Which], int]) -> None:
         self.actions = plan.actions[rank]
-        self.steps: list[Action | None] = []  # the computations in order; None for an idle step
+        self.steps: list[tuple[Action, ...]] = []  # what each computes; nothing if it is idle
         self.occupied: list[int] = []  # what the rank occupies during each step
+        self.boundaries: list[int] = []  # the step at which the boundary before each computation begins
         self._plan, self._arrives = plan, arrives
         self._recomputed = plan.recomputed(rank)
-        self._boundaries: list[int] = []  # the step at which the boundary before each computation begins
-        self.beside: dict[int, Action] = {}  # the backwards that run side by side with the forward of a step
         follows_backward = is_beside = False
         for action, bytes_or_slots in zip((action for action in self.actions if action[0] in COMPUTE), occupied):
+            self.boundaries.append(len(self.steps))
             is_backward = action[0] in BACKWARD
             if is_beside:  # with the forward, it is one step
-                self.beside[len(self.steps) - 1] = action
-                self._boundaries.append(len(self.steps))
+                self.steps[-1] += (action,)
                 self.occupied[-1] = max(self.occupied[-1], static + bytes_or_slots)
-                follows_backward, is_beside = True, False
-                continue
-            is_beside = plan.begins_pair(action)
-            self._boundaries.append(len(self.steps))
-            if is_backward and follows_backward:
-                self.steps.append(None)
-                self.occupied.append(static + bytes_or_slots)
-            self.steps.append(action)
-            self.occupied.append(static + bytes_or_slots)
-            follows_backward = is_backward
-        self._boundaries.append(len(self.steps))
+            else:
+                idle: list[tuple[Action, ...]] = [()] * (is_backward and follows_backward)
+                self.steps += [*idle, (action,)]
+                self.occupied += [static + bytes_or_slots] * (len(idle) + 1)
+            is_beside, follows_backward = plan.begins_pair(action), is_backward
+        self.boundaries.append(len(self.steps))
         self.peak = max(self.occupied, default=static)
 
     @cached_property
     def stays(self) -> dict[Part, Stay]:
         """The steps between which each part that can move by itself may be away."""
-        saved = {action.key: step for step, action in self.computations if action[0] is Op.F}
-        return {part: self._stay(part, saved[part[:2]], step) for step, parts in enumerate(self.needed) for part in parts}
+        saved = {part: step for step, parts in enumerate(self.saved) for part in parts}
+        return {part: self._stay(part, saved[part], step) for step, parts in enumerate(self.needed) for part in parts}
 
     def _stay(self, which: Part, saved: int, needed: int) -> Stay:
         stage, microbatch, part = which
         has_output = part in (0, self._plan.num_parts(stage))
-        arrived = self._boundaries[self._arrives((stage, microbatch))] if has_output else 0
+        arrived = self.boundaries[self._arrives((stage, microbatch))] if has_output else 0
         return Stay(saved, max(arrived, saved + 2), needed)
 
     def least_moved(self, limit: int) -> int:
@@ -97,27 +91,17 @@ class RankSteps:
         return least[0]
 
     @cached_property
-    def computations(self) -> list[tuple[int, Action]]:
-        """The computations in order, each with its step."""
-        both = ((step, one) for step, first in enumerate(self.steps) for one in (first, self.beside.get(step)))
-        return [(step, action) for step, action in both if action is not None]
-
-    @cached_property
     def saved(self) -> list[list[Part]]:
         """The parts that each step saves."""
-        return self._by_step({Op.F})
+        return self._parts_of_steps({Op.F})
 
     @cached_property
     def needed(self) -> list[list[Part]]:
         """The parts that each step needs."""
-        return self._by_step(BACKWARD)
+        return self._parts_of_steps(BACKWARD)
 
-    def _by_step(self, ops: Collection[Op]) -> list[list[Part]]:
-        parts: list[list[Part]] = [[] for _ in self.steps]
-        for step, action in self.computations:
-            if action[0] in ops:
-                parts[step] += self._parts_of(action)
-        return parts
+    def _parts_of_steps(self, ops: Collection[Op]) -> list[list[Part]]:
+        return [[part for action in actions if action[0] in ops for part in self._parts_of(action)] for actions in self.steps]
 
     def _parts_of(self, action: Action) -> list[Part]:
         """Return the parts that a forward saves, or that a backward needs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from bpipe.passes.balance.rank_steps import RankSteps
@@ -40,11 +41,10 @@ def simulated(finished: Plan, ranks: Sequence[RankSteps], costs: Costs) -> Itera
         spans = iter(timeline.computations(rank))
         begins: list[float] = []
         end = 0.0
-        for number, step in enumerate(steps.steps):
-            span = None if step is None else next(spans)
-            begins.append(end if span is None else span.begin_s)
-            last = next(spans) if number in steps.beside else span
-            end = end if last is None else last.end_s
+        for actions in steps.steps:
+            own = list(islice(spans, len(actions)))
+            begins.append(own[0].begin_s if own else end)
+            end = own[-1].end_s if own else end
         yield StepTimes([*begins, end], _duration(costs, rank), True)
 
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, get_args
 from bpipe.api.policy import Way
 from bpipe.checks import budgets_of
 from bpipe.errors import ConfigurationError
+from bpipe.passes.setting import Setting
 from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Destinations, Plan, verify
 from bpipe.search.fastest import EFFORT, searched
-from bpipe.search.setting import Setting
 from bpipe.search.work import Family, Found
 from bpipe.tools.arguments import add_plan, costs_of, plan_of, whole
 from bpipe.tools.balancing import LOWEST, sizes_of
