@@ -110,10 +110,10 @@ class TraceFile:
 
 
 def packed(timelines: Sequence[Timeline], origin: Origin) -> Iterator[str]:
-    """Yield the text of a record: an object in JSON, with the lines of each plan, and an array for each timeline."""
+    """Yield the text of a record: an object in JSON, with the text of each plan and an array for each timeline."""
     plans = list({id(timeline.plan): timeline.plan for timeline in timelines}.values())
     numbers = {id(plan): number for number, plan in enumerate(plans)}
-    about = {"format": FORMAT, **origin._asdict(), "plans": [plan.to_text().splitlines() for plan in plans]}
+    about = {"format": FORMAT, **origin._asdict(), "plans": [plan.to_text() for plan in plans]}
     yield f'{json.dumps(about)[:-1]}, "timelines": ['
     for number, timeline in enumerate(timelines):
         yield f"{',' if number else ''}\n{encode(TimelineRecord.of(timeline, numbers[id(timeline.plan)])).decode()}"
@@ -179,7 +179,7 @@ def parse(data: bytes | str, name: str) -> TraceFile:
 def _read(record: Any, name: str) -> TraceFile:
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ConfigurationError(f"not a trace that this version of bpipe wrote, {FORMAT!r}: trace the steps again")
-    plans = [Plan.from_text("\n".join(lines)) for lines in record["plans"]]
+    plans = list(map(Plan.from_text, record["plans"]))
     for plan in plans:
         verify(plan)
     timelines = [read_record(TimelineRecord, fields[1:]).read(plans) for fields in record["timelines"]]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -49,6 +52,8 @@ class Everything(NamedTuple):
     maybe: int | None = None
     by_number: Mapping[int, tuple[Inner, ...]] = {}
     by_name: Mapping[str, bool] = {}
+    times: array[float] = array("d")
+    counts: array[int] = array("q")
 
 
 INTS = st.integers(-(2**63), 2**64 - 1)
@@ -66,6 +71,8 @@ SOUND = st.builds(
     st.none() | INTS,
     st.dictionaries(INTS, st.lists(st.builds(Inner, text=SHOWN, number=st.integers(0, 9)), max_size=3).map(tuple), max_size=2),
     st.dictionaries(SHOWN, st.booleans(), max_size=2),
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=4).map(partial(array, "d")),
+    st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4).map(partial(array, "q")),
 )
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["00ff", 1, 4, 2**64])
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2))
@@ -78,6 +85,17 @@ def test_records_round_trip(record: Everything) -> None:
     seen = decode(Everything, encode(record), "record")
     assert seen == record
     assert [type(value) for value in seen] == [type(value) for value in record]
+
+
+def test_an_array_may_have_unknown_numbers_and_no_others_than_it_holds() -> None:
+    data = encode(EXAMPLE._replace(times=array("d", [math.nan, 1.5])))
+    assert b"NaN" not in data
+    unknown, known = decode(Everything, data, "record").times
+    assert math.isnan(unknown) and known == 1.5
+    sound = encode(EXAMPLE._replace(counts=array("q", [7])))
+    for wrong in (b"[9223372036854775808]", b"[7.0]", b"[Infinity]", b"7"):
+        with pytest.raises(CommError, match="are not a valid record"):
+            decode(Everything, sound.removesuffix(b"[7]]") + wrong + b"]", "record")
 
 
 def test_text_of_a_peer_cannot_control_a_terminal() -> None:

@@ -78,7 +78,7 @@ def _timelines(n: int) -> str:
     """Timelines over a plan, of which none has times."""
 
     def change(trace: dict[str, Any]) -> None:
-        trace["plans"] = [build("gpipe", 4, n).to_text().splitlines()]
+        trace["plans"] = [build("gpipe", 4, n).to_text()]
         for lane in (*trace["timelines"][0][4], *trace["timelines"][0][5]):
             lane[:4] = [], [], [], []
         trace["timelines"] *= n
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Callable[[int], str], Read, int]] = {  # what makes a fil
     "trace of many timelines": (_timelines, _read_trace, 30),
     "trace with a long text": (_with_a_long("9" * 100), _read_trace, 2000),
     "trace with a long list": (_with_a_long([9]), _read_trace, 200_000),
-    "trace of a long plan": (lambda n: _trace(lambda trace: trace["plans"][0].extend(["rank 4: 0F0"] * n)), _read_trace, 200),
+    "trace of a long plan": (lambda n: _trace(lambda trace: trace["plans"].append(_on_one_rank(n))), _read_trace, 400),
 }
 
 

@@ -342,7 +342,7 @@ FIRST, LANES, MEASUREMENT = ("timelines", 0), ("timelines", 0, 4), ("timelines",
 DAMAGES: list[tuple[str, Damage]] = [
     ("wrote, 'bpipe-trace 4'", lambda trace: trace.pop("record")),
     ("'bpipe-trace 4': trace .* again", put("format", to="bpipe-trace 3")),
-    ("not a plan: the first line is", put("plans", to=[["1f1b"]])),
+    ("not a plan: the first line is", put("plans", to=["1f1b"])),
     ("damaged", put("plans", 0, to=3)),
     ("there is no plan 7 among 2", put(*FIRST, 1, to=7)),
     ("it is 'guessed', neither", put(*FIRST, 2, to="guessed")),
