@@ -1,4 +1,8 @@
-"""Orders of events: the clock of the computations, and one global order of all actions of a plan."""
+"""Orders of events: the clock of the computations, and one global order of all actions of a plan.
+
+`clock` and `run_in_time` make and time orders. `run_greedily` proves them, and shares with these only the flow and the table of
+roles.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +124,7 @@ def clock(
                 break  # it comes later in this very lane
             ready, together = now, 0
             if overlapped and op is Op.F and (stage, unit) in overlapped:
-                other = _beside(lane, index, slices)
+                other = _beside(lane, index, flow)
                 beside = kinds[other[0]][other[1]]
                 needs = [*needs, *((need, there, other[2] - unit) for need, there, _ in beside.needs)]
                 together = units + beside.units
@@ -140,7 +144,7 @@ def clock(
                 runnable.extend(waiting.pop((result, unit)))
             ended[unit] = ready + together if together else now
         free[rank] = now
-    _check_all_ran(lanes, starts, slices)
+    _check_all_ran(lanes, starts, flow)
     return starts, begins
 
 
@@ -162,18 +166,18 @@ def _kind(op: Op, part: int, flow: Flow, begins: Moments, ends: Moments) -> _Kin
     return _Kind([(need, ends[need], 0) for need in needs], node, begins[node], ends[node], UNITS[op], step)
 
 
-def _beside(lane: Sequence[Action], index: int, slices: int) -> Action:
+def _beside(lane: Sequence[Action], index: int, flow: Flow) -> Action:
     """Return the backward that runs side by side with a forward."""
     beside = lane[index + 1] if index + 1 < len(lane) else lane[index]
     if beside[0] is not Op.B:
-        raise PlanError(f"{lane[index].text(slices)} runs side by side with the backward behind it, and there is none")
+        raise PlanError(f"{lane[index].text(flow.slices)} runs side by side with the backward behind it, and there is none")
     return beside
 
 
-def _check_all_ran(lanes: Sequence[Sequence[Action]], starts: Sequence[Sequence[int]], slices: int) -> None:
+def _check_all_ran(lanes: Sequence[Sequence[Action]], starts: Sequence[Sequence[int]], flow: Flow) -> None:
     """Raise if ranks wait for each other."""
     stuck = [
-        f"rank {rank} before {lane[len(done)].text(slices)}"
+        f"rank {rank} before {lane[len(done)].text(flow.slices)}"
         for rank, (done, lane) in enumerate(zip(starts, lanes))
         if len(done) < len(lane)
     ]

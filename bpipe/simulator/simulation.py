@@ -29,6 +29,7 @@ from bpipe.simulator.timeline import Lane, Timeline
 __all__ = ["simulate"]
 
 Ends = tuple[Purpose, int, int, bool]  # a channel, and whether its sends or its receives
+_Run = tuple[int, Lane, Iterator[tuple[int, Action]]]  # a rank, when its lane runs, and the actions with their places there
 _Post = tuple[Lane, int, Identity]  # one end of a transfer: where its times are, and which action it is
 
 
@@ -115,9 +116,7 @@ class _Simulation:
         self.blocked: dict[Identity, tuple[int, int, Action]] = {}  # lanes that wait for a transfer whose other end is missing
         self.busy_s: list[list[tuple[float, float]]] = [[] for _ in plan.actions]  # when transfers of a rank are in flight
         self.actions, self.served = (tuple(map(_unknown, lanes)) for lanes in (plan.actions, plan.served))
-        lanes: list[tuple[int, Lane, Iterator[tuple[int, Action]]]] = [
-            (rank, self.actions[rank], enumerate(lane)) for rank, lane in enumerate(plan.actions)
-        ]
+        lanes: list[_Run] = [(rank, self.actions[rank], enumerate(lane)) for rank, lane in enumerate(plan.actions)]
         for rank, served in enumerate(plan.served):
             chains: dict[int, list[tuple[int, Action]]] = defaultdict(list)
             for position, action in enumerate(served):

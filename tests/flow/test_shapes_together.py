@@ -145,3 +145,10 @@ def test_the_order_for_any_flow_beside_the_rules(name: str, num_stages: int) -> 
     spans = [simulate(one, Costs()).makespan_s for one in (plan, rule)]
     assert spans[0] <= 1.5 * spans[1] and max(plan.peak_slots) <= 2 * max(rule.peak_slots)
     assert replay(plan) is None
+
+
+def test_an_order_for_any_flow_ends_where_the_limits_are_too_low() -> None:
+    """Slices of stages on one rank: all forwards of a microbatch are open before its first backward can run."""
+    plan = finish(computations_for(shaped(shaped(None, "chain", (0,) * 6, 3), "slices", 6)))
+    assert replay(plan) is None and plan.peak_slots == (6 * 6,)
+    assert simulate(plan, Costs()).makespan_s == 3 * 6 * 6 * 3
