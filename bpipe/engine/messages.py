@@ -59,7 +59,7 @@ class Messages:
 
     def __init__(self, traffic: Traffic, specs: MessageSpecs, *, is_learning: bool, trainable: Container[int], plan: Plan) -> None:
         self._traffic, self._specs, self._is_learning, self._trainable = traffic, specs, is_learning, trainable
-        self._plan, self._depth, self._ways, self._has_routes = plan, plan.depth, routes_in(plan.flow), plan.flow.period > 1
+        self._plan, self._ways, self._has_routes = plan, routes_in(plan.flow).ways, plan.flow.period > 1
         self._unlearned: dict[Channel, deque[Action]] = defaultdict(deque)
         self._near: Near = {}
 
@@ -67,7 +67,7 @@ class Messages:
         """Return the agreed specs of a microbatch's messages before and behind some stages, once it has run."""
         near = {stage: [self._beside(stage, offset, microbatch) for offset in (-1, 1)] for stage in stages}
         ends = dict.fromkeys(pair for stage, (before, behind) in near.items() for pair in ((before, stage), (stage, behind)))
-        ends |= dict.fromkeys(way for way in self._ways.ways if not {*way}.isdisjoint(stages))
+        ends |= dict.fromkeys(way for way in self._ways if not {*way}.isdisjoint(stages))
         both = (Purpose.FORWARD, Purpose.BACKWARD)
         return [self._specs.get((purpose, *pair, microbatch)) for pair in ends for purpose in both]
 
@@ -121,8 +121,8 @@ class Messages:
         """Return whether a stage's output could need a gradient: the stage has trainable parameters, or gets such an input."""
         if stage in self._trainable:
             return True
-        sources = self._ways.sources(stage)
-        for source in dict.fromkeys([*([self._beside(stage, -1, microbatch)] if stage % self._depth else []), *sources]):
+        flow = self._plan.flow
+        for source in dict.fromkeys(end.stage for end in flow.needs(Op.F, stage, flow.turn_of(microbatch))):
             received = self._specs.get((Purpose.FORWARD, source, stage, microbatch))
             if received is None:  # the other stage is on this rank, or another stage of this rank got the message
                 found = source in self._traffic.stages and self._could_need_gradient(source, microbatch)
