@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from bpipe.errors import ConfigurationError
 from bpipe.passes.communicate import communicate
-from bpipe.schedules import Costs, Link, Op, Plan, Sizes, build, finish, simulate, verify
+from bpipe.schedules import Amount, Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate, verify
 from bpipe.search.job_shop import JobShop
 from bpipe.search.setting import Setting
 from bpipe.search.within import kept_within
@@ -50,6 +51,14 @@ def test_the_plan_of_an_order_is_sound(name: str) -> None:
     assert [made.compute(rank) for rank in range(4)] == [PLANS[name].compute(rank) for rank in range(4)]
     assert made.served == PLANS[name].served
     assert shop.numbered(made) == shop.lanes
+
+
+def test_messages_of_values_take_as_long_as_their_bytes() -> None:
+    amounts = Amount("out", 8), Amount("0-2-3", 40)
+    sizes = Sizes(stages=tuple(StageSizes(parts=(8,), amounts=amounts[: 1 + (x != 1)]) for x in range(4)), static=(0,) * 4)
+    shop = JobShop(replace(PLANS["skips"], sizes=sizes), Costs(link=Link(bytes_per_s=8)))
+    first = shop.consumers[[str(action) for action in shop.actions].index("0F0")]
+    assert {str(shop.actions[one.number]): one.seconds for one in first} == {"1F0": 1.0, "2F0": 5.0, "3F0": 5.0}
 
 
 def test_an_order_that_waits_in_a_cycle_never_ends() -> None:
