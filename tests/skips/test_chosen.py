@@ -18,6 +18,7 @@ from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.partition import LayerCost
 from bpipe.schedules import Amount, Link
 from bpipe.skips.routes import skips_of
+from tests.ranks import run_ranks
 from tests.skips.models import KINDS, gradients_by_itself, model_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -169,6 +170,26 @@ def test_a_whole_model(kind: str, num_ranks: int) -> None:
         assert schedule.stats["device_peak_bytes"] == schedule.choice.device_peak_bytes[rank]
 
 
+def test_a_whole_model_over_processes() -> None:
+    """Rank 0 says to all that a trace cuts it."""
+    case = Case("unet")
+    found = {name: gradient for of_rank in run_ranks(in_a_process, 2) for name, gradient in of_rank.items()}
+    assert found.keys() == case.gradients.keys()
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, case.gradients[name], rtol=0, atol=1e-12)
+
+
+def in_a_process(rank: int) -> dict[str, torch.Tensor | None]:
+    case = Case("unet")
+    schedule = bpipe.auto(case.model, case.x, mse, target=case.target, options=bpipe.Options(effort=0), microbatch_sizes=[ROWS])
+    for _ in range(2):
+        for module in schedule.modules:
+            module.zero_grad()
+        schedule.step(case.x, target=case.target, return_outputs=False)
+    schedule.close()
+    return {name: one.grad for module in schedule.modules for name, one in module.named_parameters()}
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_stages_within_a_budget(kind: str) -> None:
     """That of a plan that takes as little as can be: what one evicts or computes in another order is what ranks then hold."""
@@ -209,8 +230,9 @@ def test_values_are_in_the_costs() -> None:
     how: dict[str, Any] = {"batch": 8, "num_ranks": 4, "schedules": ["1f1b"], "options": bpipe.Options(effort=0)}
     chain, with_far, with_near = (bpipe.choose_plan(one, **how) for one in (LAYERS_OF_COST, far, near))
     assert skips_of(with_far.plan.flow) == ((0, 3),)
-    assert with_far.device_peak_bytes[3] > chain.device_peak_bytes[3] == with_near.device_peak_bytes[3]
-    assert with_near.device_peak_bytes[2] > chain.device_peak_bytes[2]
+    of_chain = chain.device_peak_bytes
+    assert with_far.device_peak_bytes[3] >= of_chain[3] + 100 and with_near.device_peak_bytes[3] == of_chain[3]
+    assert with_near.device_peak_bytes[2] >= of_chain[2] + 100
     slow = how | {"link": Link(bytes_per_s=10.0)}
     assert bpipe.choose_plan(far, **slow).step_s > bpipe.choose_plan(LAYERS_OF_COST, **slow).step_s + 60.0
     joined = bpipe.choose_plan(far, **how | {"num_ranks": 1})
