@@ -142,10 +142,10 @@ def _with_amounts(sizes: Sizes, values: Values, results_bytes: int) -> Sizes:
     """Return sizes with the values that stages hand on, and what the last one returns for a microbatch, which is no message."""
     k = len(sizes.by_slice)
     found: dict[int, list[Amount]] = {len(sizes.stages) - 1: [Amount(OUT, results_bytes // k)]}
-    for (first, *users), (name, num_bytes, _, joint, gradient) in values.items():
-        for stage in (first, *users):
-            own = Amount(name, num_bytes // k, joint=joint // k * (stage == first), gradient=(gradient or 0) // k)
-            found.setdefault(stage, []).append(own)
+    for stages, value in values.items():
+        for stage in stages:
+            joint, gradient = value.joint // k * (stage == stages[0]), value.gradient_bytes // k
+            found.setdefault(stage, []).append(Amount(value.name, value.num_bytes // k, joint=joint, gradient=gradient))
     slices = (tuple(one.with_amounts(*found.get(stage, ())) for stage, one in enumerate(stages)) for stages in sizes.by_slice)
     return Sizes.of_slices(slices, static=sizes.static)
 

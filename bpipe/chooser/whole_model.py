@@ -91,7 +91,8 @@ class WholeModel:
 
         Raises:
             ConfigurationError: the batch has no rows, or no size divides them; the model is on another kind of device than its
-                stages will be; or what `measure_layers` refuses.
+                stages will be; or what `measure_layers` refuses; or the model is no chain of its layers, and `split_traced`
+                cannot cut it.
             BudgetError: on rank 0, nothing keeps the memory.
             AgreementError: on the others, rank 0 failed.
         """
@@ -171,8 +172,7 @@ class WholeModel:
 
     def _example(self, size: int) -> tuple[Any, ...]:
         """Return a microbatch of so many rows."""
-        found: tuple[Any, ...] = _first_rows(self.batch, _rows(self.batch), size)
-        return found
+        return tuple(_first_rows(self.batch, _rows(self.batch), size))
 
     def _sizes(self, rows: int, num_ranks: int) -> list[int]:
         if self.microbatch_sizes is not None:

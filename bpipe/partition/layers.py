@@ -83,14 +83,15 @@ class Chain:
         self._saved = _sums(layer.saved_bytes for layer in self.layers)
         self._shared = _sums(layer.shared_bytes for layer in self.layers)
         self._static = _sums(layer.static_bytes for layer in self.layers)
-        self._values = [(places_of(value), value) for layer in self.layers for value in layer.values]
-        made = [place for place, layer in enumerate(self.layers) for _ in layer.values]
-        for own, (places, value) in zip(made, self._values):
+        self._values: list[tuple[tuple[int, ...], Amount]] = []
+        for own, value in ((place, value) for place, layer in enumerate(self.layers) for value in layer.values):
+            places = tuple(map(int, value.name.split("-")))
             if places[0] != own or list(places) != sorted(set(places)) or places[-1] >= len(self.layers):
                 raise ConfigurationError(
                     f"value {value.name} of layer {own}: its name has the place of this layer, then those of the later layers that "
                     f"use it, in ascending order, up to {len(self.layers) - 1}"
                 )
+            self._values.append((places, value))
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -157,11 +158,6 @@ def halves_s(layer: LayerCost) -> tuple[float, float]:
     """Return the seconds of the halves of a layer's backward."""
     input_s = layer.backward_s / 2 if layer.input_s is None else layer.input_s
     return input_s, max(0.0, layer.backward_s - input_s) if layer.weight_s is None else layer.weight_s
-
-
-def places_of(value: Amount) -> tuple[int, ...]:
-    """Return the places in the name of a value."""
-    return tuple(map(int, value.name.split("-")))
 
 
 def _sums(numbers: Iterable[float]) -> list[float]:
