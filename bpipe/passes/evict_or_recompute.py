@@ -52,20 +52,12 @@ class PlanInBudget(NamedTuple):
     exposed: tuple[tuple[Which, ...], ...] = ()  # the microbatches whose transfers nothing hides, the largest first, by rank
 
     @classmethod
-    def of(
-        cls,
-        before: Plan,
-        costs: Costs,
-        *,
-        finished: Plan | None = None,
-        policy: MixPolicy | None = None,
-        exposed: tuple[tuple[Which, ...], ...] = (),
-    ) -> PlanInBudget | None:
+    def of(cls, before: Plan, costs: Costs, finished: Plan | None = None) -> PlanInBudget | None:
         """Add the transfers between stages, if that is not done, and simulate; None if that is too much for the plan's budgets."""
         plan = finished or communicate(before)
         if any(budget is not None and peak > budget for peak, budget in zip(plan.device_peak_bytes, plan.budgets or ())):
             return None
-        return cls(before, plan, simulated_times(plan, costs).makespan_s, policy, exposed)
+        return cls(before, plan, simulated_times(plan, costs).makespan_s)
 
     @property
     def evicts(self) -> bool:
@@ -155,9 +147,7 @@ class BudgetSearch:
         below_s: the seconds that the step must not reach; else there may be no result, too.
     """
 
-    def __init__(
-        self, order: Plan, setting: Setting, *, bound_s: Bound = lambda _: 0.0, below_s: float = inf
-    ) -> None:
+    def __init__(self, order: Plan, setting: Setting, *, bound_s: Bound = lambda _: 0.0, below_s: float = inf) -> None:
         self._order, self._setting, self._bound_s, self._below_s = order, setting, bound_s, below_s
         self._none: Recomputed = (frozenset(),) * order.num_ranks
         self._plain = self._problem(self._none)
@@ -197,8 +187,9 @@ class BudgetSearch:
         """Return the plan that a policy leads to, whose first choice is given; None if that does not keep the budgets."""
         if policy.beyond is None:
             return self._recomputing(budgets)
-        mixed = None if chosen is None else self._attempt(budgets, chosen, policy.beyond)
-        for share in policy.shares if mixed is not None else ():
+        if chosen is None or (mixed := self._attempt(budgets, chosen, policy.beyond)) is None:
+            return None
+        for share in policy.shares:
             number = round(share * max(map(len, mixed.exposed)))
             better = self._recomputing_more(mixed, number, budgets) if number else None
             if better is not None and better.step_s < mixed.step_s:
@@ -210,8 +201,8 @@ class BudgetSearch:
         chosen = self._recompute.chosen(budgets)
         if chosen is None or self._bound_s(chosen) >= below_s or (found := self._recompute.within(budgets)) is None:
             return None
-        plan, finished = found
-        return PlanInBudget.of(plan, self._setting.costs, finished=finished, policy=MixPolicy(), exposed=((),) * plan.num_ranks)
+        kept = PlanInBudget.of(found[0], self._setting.costs, found[1])
+        return kept and kept._replace(policy=MixPolicy(), exposed=((),) * self._order.num_ranks)
 
     def _enough(self, budgets: Budgets, alone: PlanInBudget | None) -> PlanInBudget | None:
         """Recompute as little as possible so that the balance pass can keep the budgets; None if that takes too long."""
@@ -258,13 +249,12 @@ class BudgetSearch:
         solution = problem.solution(budgets) if problem.may_fit(budgets) else None
         if solution is None:
             return None
-        exposed: list[tuple[Which, ...]] = []
-        for rank in range(self._order.num_ranks):
-            late = solution.by_rank[rank].exposed if rank in solution.by_rank else ()
+        exposed: list[tuple[Which, ...]] = [()] * self._order.num_ranks
+        for rank, solved in solution.by_rank.items():
             able = self._recompute.able(rank)
-            exposed.append(tuple(dict.fromkeys(e.which[:2] for e in late if e.which[0] in able)))
-        before = problem.balanced(solution, budgets)
-        return PlanInBudget.of(before, self._setting.costs, policy=MixPolicy(beyond), exposed=tuple(exposed))
+            exposed[rank] = tuple(dict.fromkeys(e.which[:2] for e in solved.exposed if e.which[0] in able))
+        kept = PlanInBudget.of(problem.balanced(solution, budgets), self._setting.costs)
+        return kept and kept._replace(policy=MixPolicy(beyond), exposed=tuple(exposed))
 
     def _problem(self, recomputed: Recomputed) -> Problem:
         return Problem(recompute_first(self._order, recomputed), self._setting.to, self._setting.costs)

@@ -141,9 +141,13 @@ def recompute_first(plan: Plan, chosen: Sequence[Collection[Which]]) -> Plan:
     Such a forward, and one in front of such a backward, run side by side with nothing.
     """
     actions = tuple(_running_again(lane, of_rank) for lane, of_rank in zip(plan.actions, chosen))
-    pairs = [two for lane in plan.actions for two in pairwise(lane) if plan.begins_pair(two[0])] if plan.overlapped else []
-    whole = {forward.key for forward, backward in pairs if any({forward.key, backward.key} & set(keys) for keys in chosen)}
-    return replace(plan, actions=actions, overlapped=plan.overlapped - whole)
+    return replace(plan, actions=actions, overlapped=plan.overlapped and plan.overlapped - _alone(plan.actions, chosen))
+
+
+def _alone(lanes: Sequence[Sequence[Action]], chosen: Sequence[Collection[Which]]) -> set[Which]:
+    """Return the forwards that run again, and those in front of a backward that follows such a one."""
+    steps = ((two, of_rank) for lane, of_rank in zip(lanes, chosen) for two in pairwise(lane) if two[0].op is Op.F)
+    return {first.key for (first, second), of_rank in steps if first.key in of_rank or second.key in of_rank}
 
 
 def _running_again(lane: Sequence[Action], chosen: Collection[Which]) -> tuple[Action, ...]:

@@ -40,12 +40,6 @@ class Eviction(NamedTuple):
     is_hidden: bool = True
 
 
-class Shortage(NamedTuple):
-    """The reason why a rank cannot keep within its limit."""
-
-    text: str
-
-
 def are_uneven(sizes: PartSizes) -> bool:
     """Return whether the parts that can move differ in size."""
     return len({size for parts in sizes.values() for size in parts if size}) > 1
@@ -82,17 +76,18 @@ class GreedyEviction:
         """The most that the rank occupies with the evictions that are decided by now."""
         return max(self._occupied, default=0)
 
-    def run(self) -> Sequence[Eviction] | Shortage:
+    def run(self) -> tuple[Eviction, ...] | str:
         """Decide all evictions, or return why they cannot keep to the limit."""
+        occupied, limit = self._occupied, self.limit
         for t, (saved, no_longer) in enumerate(zip(self.rank.saved, self.rank.needed)):
             if saved:
                 stage, unit, _ = saved[0]
                 sizes = self.sizes[stage, unit % self._num_slices]
                 self._live.update((part, size) for part, size in zip(saved, sizes) if size)
-            while self._occupied[t] > self.limit:
+            while occupied[t] > limit:
                 if not self._evict_before(t):
                     action = (self.rank.steps[t] or self.rank.steps[t + 1])[0]
-                    return Shortage(f"occupies {self._occupied[t]} of {self.limit} at {action} and can evict nothing in time")
+                    return f"occupies {occupied[t]} of {limit} at {action} and can evict nothing in time"
             for part in no_longer:
                 self._live.pop(part, None)
         if not self._is_even:
@@ -116,8 +111,8 @@ class GreedyEviction:
     def _choose(self, eviction: Eviction, remote: RemoteCapacity) -> None:
         self.evictions.append((eviction, remote))
         seconds, times = self.times.duration(remote.peer, eviction.size), self.times.begins
-        remote.out.take(remote.out.latest(times[eviction.left], seconds), seconds)
-        remote.back.take(remote.back.latest(times[eviction.back], seconds), seconds)
+        remote.out.take(times[eviction.left], seconds)
+        remote.back.take(times[eviction.back], seconds)
         remote.add(eviction.size, eviction.start, eviction.back - 1)
         self._relieve(-eviction.size, eviction)
         del self._live[eviction.which]

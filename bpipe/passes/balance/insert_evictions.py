@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from operator import attrgetter
 
 from bpipe.passes.balance.greedy import Eviction
@@ -33,11 +32,13 @@ def insert_evictions(rank: RankSteps, evictions: Sequence[Eviction]) -> tuple[Ac
         for eviction in evictions:
             moves[step_of(eviction)].append(Action(op, *eviction.which, eviction.peer))
     lane: list[Action] = []
-    boundaries = pairwise(rank.boundaries)
+    step, ends = 0, iter(rank.boundaries[1:])
     for action in rank.actions:
         if action[0] in COMPUTE:
-            for step in range(*next(boundaries)):
+            end = next(ends)
+            while step < end:
                 lane += moves.get(step, ())
+                step += 1
         lane.append(action)
     return tuple(lane)
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import product, repeat
 from typing import Literal, NamedTuple
 
-from bpipe.passes.balance.greedy import PartSizes, Shortage
+from bpipe.passes.balance.greedy import PartSizes
 from bpipe.passes.balance.insert_evictions import mirrored
 from bpipe.passes.balance.rank_planner import RankPlanner, RankSolution
 from bpipe.passes.balance.rank_steps import RankSteps, steps_of
@@ -137,8 +137,8 @@ class Problem:
                 decided = self.ranks[rank].decide_eagerly(limit, capacities[0])
             else:
                 decided = self.ranks[rank].decide(limit, capacities, effort // len(excess), by_steps=by_steps)
-            if isinstance(decided, Shortage):
-                return f"rank {rank} {decided.text}"
+            if isinstance(decided, str):
+                return f"rank {rank} {decided}"
             by_rank[rank] = decided
             peaks[rank] = decided.peak
             for peer, taken in decided.remote_buffers.items():

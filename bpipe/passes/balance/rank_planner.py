@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from bpipe.passes.balance.eager import evict_eagerly
-from bpipe.passes.balance.greedy import Eviction, GreedyEviction, PartSizes, Shortage, are_uneven
+from bpipe.passes.balance.greedy import Eviction, GreedyEviction, PartSizes, are_uneven
 from bpipe.passes.balance.insert_evictions import insert_evictions, mirrored
 from bpipe.passes.balance.rank_steps import RankSteps
 from bpipe.passes.balance.remote_capacity import Capacity
@@ -35,7 +35,7 @@ class RankSolution(NamedTuple):
     @property
     def cost(self) -> tuple[int, int]:
         """The bytes whose transfers cannot be hidden, and all bytes that move."""
-        return sum(e.size for e in self.exposed), sum(e.size for e in self.evictions)
+        return sum(e.size for e in self.evictions if not e.is_hidden), sum(e.size for e in self.evictions)
 
     @property
     def exposed(self) -> Sequence[Eviction]:
@@ -58,20 +58,18 @@ class RankPlanner:
         is_simple = not are_uneven(self.sizes) and max(map(len, self.sizes.values())) == 1
         return not is_simple or solved.was_refused or solved.cost[0] > 0
 
-    def decide_eagerly(self, limit: int, capacity: Capacity) -> RankSolution | Shortage:
-        """Decide the evictions by the paper's rule."""
+    def decide_eagerly(self, limit: int, capacity: Capacity) -> RankSolution | str:
+        """Decide the evictions by the paper's rule, or return why they cannot keep the rank within its limit."""
         found = evict_eagerly(self.steps, limit, capacity.peer)
-        if isinstance(found, Shortage):
+        if isinstance(found, str):
             return found
         solved = self._solved(*found, was_refused=False)
         if capacity.room is not None and solved.remote_buffers.get(capacity.peer, 0) > capacity.room:
-            return Shortage(
-                f"needs {solved.remote_buffers[capacity.peer]} buffers on rank {capacity.peer}, which has only {capacity.room}"
-            )
+            return f"needs {solved.remote_buffers[capacity.peer]} buffers on rank {capacity.peer}, which has only {capacity.room}"
         return solved
 
-    def decide(self, limit: int, capacities: Sequence[Capacity], effort: int, *, by_steps: bool) -> RankSolution | Shortage:
-        """Decide the evictions that keep the rank within its limit.
+    def decide(self, limit: int, capacities: Sequence[Capacity], effort: int, *, by_steps: bool) -> RankSolution | str:
+        """Decide the evictions that keep the rank within its limit, or return why none can.
 
         Args:
             effort: how many candidates to examine for a cheaper solution than the first one; not a time, so that all ranks
@@ -79,11 +77,11 @@ class RankPlanner:
             by_steps: whether to place transfers step by step even if a cost model says how long they take.
         """
         best: RankSolution | None = None
-        shortage = Shortage("is over its budget and has no other rank to evict to")
+        shortage = "is over its budget and has no other rank to evict to"
         for attempt in self._attempts(limit, capacities, self.timings[-1:] if by_steps else self.timings, thorough=effort > 0):
             found, num_ranked = self._fitted(attempt)
             effort -= num_ranked
-            if isinstance(found, Shortage):
+            if isinstance(found, str):
                 shortage = found
             elif best is None or found.cost < best.cost:
                 best = found
@@ -110,7 +108,7 @@ class RankPlanner:
             yield number
             number = number // 2 if is_slow and number > 4 else number - 1
 
-    def _fitted(self, attempt: GreedyEviction) -> tuple[RankSolution | Shortage, int]:
+    def _fitted(self, attempt: GreedyEviction) -> tuple[RankSolution | str, int]:
         """Try again with less capacity until the remote activations fit into buffers, and count the candidates that are examined.
 
         A buffer that a larger activation has left is larger than the next one needs.
@@ -119,7 +117,7 @@ class RankPlanner:
         while True:
             evictions = attempt.run()
             num_ranked += attempt.num_ranked
-            if isinstance(evictions, Shortage):
+            if isinstance(evictions, str):
                 return evictions, num_ranked
             solved = self._solved(evictions, attempt.peak, was_refused=attempt.was_refused)
             lacking = [0 if room is None else max(0, solved.remote_buffers.get(peer, 0) - room) for peer, room in given]

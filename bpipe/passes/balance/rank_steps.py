@@ -56,9 +56,11 @@ class RankSteps:
                 self.steps[-1] += (action,)
                 self.occupied[-1] = max(self.occupied[-1], static + bytes_or_slots)
             else:
-                idle: list[tuple[Action, ...]] = [()] * (is_backward and follows_backward)
-                self.steps += [*idle, (action,)]
-                self.occupied += [static + bytes_or_slots] * (len(idle) + 1)
+                if is_backward and follows_backward:
+                    self.steps.append(())
+                    self.occupied.append(static + bytes_or_slots)
+                self.steps.append((action,))
+                self.occupied.append(static + bytes_or_slots)
             is_beside, follows_backward = plan.begins_pair(action), is_backward
         self.boundaries.append(len(self.steps))
         self.peak = max(self.occupied, default=static)

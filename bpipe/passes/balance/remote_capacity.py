@@ -31,7 +31,9 @@ class LinkOccupancy:
             begin = min(begin, self._begins[index] - seconds)
         return begin
 
-    def take(self, begin: float, seconds: float) -> None:
+    def take(self, end: float, seconds: float) -> None:
+        """Occupy the link for `seconds`, as late as it is free to end by `end`."""
+        begin = self.latest(end, seconds)
         index = bisect_right(self._begins, begin)
         self._begins.insert(index, begin)
         self._ends.insert(index, begin + seconds)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
 from bpipe.passes.balance.rank_steps import RankSteps
@@ -42,7 +41,7 @@ def simulated(finished: Plan, ranks: Sequence[RankSteps], costs: Costs) -> Itera
         begins: list[float] = []
         end = 0.0
         for actions in steps.steps:
-            own = list(islice(spans, len(actions)))
+            own = [next(spans) for _ in actions]
             begins.append(own[0].begin_s if own else end)
             end = own[-1].end_s if own else end
         yield StepTimes([*begins, end], _duration(costs, rank), True)
