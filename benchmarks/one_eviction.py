@@ -44,7 +44,7 @@ def eviction(messages: Sequence[torch.Tensor], device: torch.device, *, to_host:
     reserved = Reserved((sum(sizes),), {remote: 0})
     if to_host:
         host = HostBuffers(reserved, device, Streams().of("host", device), in_bytes=True)
-        return lambda: host.store(remote, messages).wait()
+        return lambda: host.put(remote, messages).wait()
     parts, wires = RemoteBuffers(reserved, device, in_bytes=True).take(remote, sizes), Wires()
     evictor, acceptor = LoopbackTransport(wires, device), LoopbackTransport(wires, device)
 

@@ -195,3 +195,9 @@ def test_a_file_with_one_thing_changed_is_refused(old: str, new: str, message: s
     assert Plan.from_text(text).to_text() == text
     with pytest.raises(PlanError, match=message):
         verify(Plan.from_text(text.replace(old, new, 1)))
+
+
+def test_a_refusal_names_the_computation_that_an_idle_step_stands_before() -> None:
+    plan, sizes = build("zbv", 4, 4, num_ranks=2), Sizes.of([1, 2, 1, 2], num_ranks=2)
+    with pytest.raises(BudgetError, match=r"rank 1 occupies 6 of 4 at [12]I\d and can evict nothing in time"):
+        balance(plan, sizes=sizes, budgets=4, to=Destinations(host="only"))
