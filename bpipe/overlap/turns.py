@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from bpipe.device.generators import PYTHON, TORCH, GlobalNumPy, Source, are_equal, of_device, threads_beside
 from bpipe.errors import StageError
 from bpipe.logs import warn_once
-from bpipe.recomputation.generators import PYTHON, TORCH, GlobalNumPy, Source, are_equal, of_device, threads_beside
 
 __all__: list[str] = []
 
