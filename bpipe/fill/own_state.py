@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from bpipe.recomputation.generators import PYTHON, TORCH, GlobalNumPy, are_equal, torch_on
+from bpipe.device.generators import PYTHON, TORCH, GlobalNumPy, are_equal, torch_on
 from bpipe.torch_private.process_settings import Setting, settings
 
 __all__: list[str] = []

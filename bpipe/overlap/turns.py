@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from bpipe.device.generators import PYTHON, TORCH, GlobalNumPy, Source, are_equal, threads_beside, torch_on
 from bpipe.errors import StageError
 from bpipe.logs import warn_once
-from bpipe.recomputation.generators import PYTHON, TORCH, GlobalNumPy, Source, are_equal, threads_beside, torch_on
 
 __all__: list[str] = []
 

@@ -7,11 +7,11 @@ import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
+from bpipe.device.generators import PYTHON, GlobalNumPy, Source
 from bpipe.device.thread_state import ThreadState, devices_in_use
 from bpipe.errors import StageError
 from bpipe.logs import LOG
 from bpipe.overlap.turns import Half, Turns, running
-from bpipe.recomputation.generators import PYTHON, GlobalNumPy, Source
 from bpipe.torch_private.engine_and_graph import hooks_around
 from bpipe.torch_private.modes import dispatch_modes, function_modes
 

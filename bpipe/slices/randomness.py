@@ -13,8 +13,8 @@ import numpy.random  # noqa: F401  # its first import would look like a draw
 import torch
 from torch import nn
 
+from bpipe.device.generators import PYTHON, TORCH, GlobalNumPy, Source, are_equal, source_of, threads_beside, torch_on
 from bpipe.logs import warn_once
-from bpipe.recomputation.generators import PYTHON, TORCH, GlobalNumPy, Source, are_equal, source_of, threads_beside, torch_on
 from bpipe.torch_private.modes import DispatchMode
 from bpipe.torch_private.modules import is_compiled
 from bpipe.torch_private.operators import arguments_of

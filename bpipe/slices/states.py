@@ -10,11 +10,11 @@ import torch
 
 from bpipe.backward.new_gradients import owned
 from bpipe.comm.wire.message import flatten_message, unflatten_message
+from bpipe.device.generators import Source
 from bpipe.engine.microbatch_state import MicrobatchState, MicrobatchStates, SliceState
 from bpipe.errors import StageError
 from bpipe.memory.saved.joined import Casts, keeping_pieces
 from bpipe.model.microbatch import tensors_in
-from bpipe.recomputation.generators import Source
 from bpipe.recomputation.reachable import Reachable
 from bpipe.slices.randomness import Randomness, roots_of
 from bpipe.slices.reentrant import check_checkpoints

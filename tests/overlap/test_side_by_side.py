@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
 
 import bpipe
+from bpipe.device.generators import Source
 from bpipe.errors import ConfigurationError, RankFailedError, StageError
 from bpipe.overlap import TwoThreads, all_to_all, yield_here
 from bpipe.overlap.turns import change_over
-from bpipe.recomputation.generators import Source
 from bpipe.schedules import Op
 from bpipe.session.side_by_side import SideBySide
 from tests.ranks import run_ranks

@@ -1,4 +1,4 @@
-"""Save the states of the generators that a forward draws from, so that a second forward draws the same random numbers."""
+"""Read and restore the states of random numbers: torch's own, Python's, NumPy's, and those of generators."""
 
 from __future__ import annotations
 
