@@ -12,7 +12,7 @@ from bpipe.flow.flow import Flow
 from bpipe.plan.action import Action, Op
 from bpipe.plan.order import UNITS, clock
 from bpipe.plan.plan import Plan
-from bpipe.schedules.greedy import Timed, TimedRank, greedy_order
+from bpipe.schedules.list_scheduling import Timed, TimedRank, greedy_order
 
 __all__: list[str] = []
 

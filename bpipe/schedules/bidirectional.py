@@ -29,7 +29,7 @@ from math import inf
 from typing import Any
 
 from bpipe.plan.action import Action, Op
-from bpipe.schedules.greedy import Timed, TimedRank, greedy_order
+from bpipe.schedules.list_scheduling import Timed, TimedRank, greedy_order
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []

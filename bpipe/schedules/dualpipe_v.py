@@ -16,7 +16,7 @@ from fractions import Fraction
 from itertools import pairwise
 
 from bpipe.plan.action import Action, MicrobatchKey, Op
-from bpipe.schedules.greedy import Step, numbered
+from bpipe.schedules.list_scheduling import Step, numbered
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []

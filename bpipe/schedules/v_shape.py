@@ -27,7 +27,7 @@ from __future__ import annotations
 from itertools import accumulate
 
 from bpipe.plan.action import Action, Op
-from bpipe.schedules.greedy import with_weights
+from bpipe.schedules.list_scheduling import with_weights
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []

@@ -13,7 +13,7 @@ rank 3 | ..  ..  ..  3F0 4F0 3F1 4F1 3F2 4F2 3F3 4F3 4I0 3I0 4I1 3I1 4I2 3I2 4I3
 from __future__ import annotations
 
 from bpipe.plan.action import Action, Op
-from bpipe.schedules.greedy import numbered, with_weights
+from bpipe.schedules.list_scheduling import numbered, with_weights
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []

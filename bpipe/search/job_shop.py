@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -90,16 +91,18 @@ class JobShop:
         if plan.flow.arguments("local") is not None or paths_of(plan.flow):
             raise ConfigurationError(f"{plan.name}: orders are searched for plans whose microbatches pass all stages and come back")
         self.plan = plan
-        items = [(rank, action) for rank, lane in enumerate(plan.actions) for action in lane if action[0] in ITEMS]
-        self.rank, self.actions = [rank for rank, _ in items], [action for _, action in items]
+        lanes = [[action for action in lane if action[0] in ITEMS] for lane in plan.actions]
+        self.actions = [action for lane in lanes for action in lane]
+        self.rank = [rank for rank, lane in enumerate(lanes) for _ in lane]
+        numbers = iter(range(len(self.actions)))
+        self.lanes: Lanes = [list(islice(numbers, len(lane))) for lane in lanes]
         seconds = costs.seconds_of(plan)
         self._costs = costs
         self.seconds = [seconds(*action[:3]) if action[0] in COMPUTE else 0.0 for action in self.actions]
         self._number: dict[Identity, int] = {action.identity: number for number, action in enumerate(self.actions)}
-        self.lanes = self.numbered(plan)
         self._links: dict[tuple[int, int, bool], int] = {}
         self.consumers = self._consumers()
-        self.makers = _reversed([[consumer.number for consumer in consumers] for consumers in self.consumers])
+        self.makers = _reversed([[one[0] for one in consumers] for consumers in self.consumers])
         self._num_results = list(map(len, self.makers))
 
     @cached_property
