@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from bpipe.passes.evict_or_recompute import BudgetSearch, PlanInBudget, kept_as_it_is
+from bpipe.passes.evict_or_recompute import PlanInBudget, kept_as_it_is
 from bpipe.plan.collector import collector_paused
 from bpipe.plan.plan import Plan
 from bpipe.search.anneal import ROUNDING
@@ -122,6 +122,5 @@ def _judge(candidates: Sequence[_Candidate]) -> None:
         limit_s = least_s * (1 + NEAR * one.is_judged_by_few)
         if one.kept is None and one.order_s < limit_s * (1 - ROUNDING):
             below_s = limit_s * (one.judged_order_s / one.order_s if one.order_s else 1.0)
-            setting, bound_s = one.judge.setting, one.judge.bound_of(one.judged)
-            one.kept = BudgetSearch(one.judged, setting, bound_s=bound_s, below_s=below_s).within(setting.budgets)
+            one.kept = one.judge.kept_within(one.judged, below_s)
             least_s = min(least_s, one.estimate_s)
