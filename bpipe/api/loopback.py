@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch
@@ -236,7 +237,7 @@ def _share_results(runs: Sequence[Run]) -> None:
 
 def _merged(results: Iterable[Mapping[int, T]]) -> dict[int, T]:
     """Return the results of several ranks, by microbatch, in the order of microbatches."""
-    return dict(sorted(chain.from_iterable(of_rank.items() for of_rank in results)))
+    return dict(sorted(chain.from_iterable(of_rank.items() for of_rank in results), key=itemgetter(0)))
 
 
 class _RandomState:

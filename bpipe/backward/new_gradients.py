@@ -84,7 +84,6 @@ def owned(
     for key in others:
         counts[key] = 0
 
-
     def is_shared(tensor: torch.Tensor) -> bool:
         return any(owners(storage) > counts[address_of(storage)] for storage in storages_of(tensor))
 

@@ -146,11 +146,9 @@ class WholeModel:
         layers = {size: self._measured(self.model, size, self.layers) for size in sizes}
         choice = self._best(layers, num_ranks, rows, question)
         example = self._example(choice.microbatch_size)
-        try:
-            compare(self.model, split_model(self.model, choice.stages), example, {})
+        found = self._difference(split_model(self.model, choice.stages), example)
+        if found is None:
             return Chosen(False, choice.to_json())
-        except DifferenceError as error:
-            found = error
         names = [one.names for one in layers[sizes[0]]]
         try:
             parts = split_traced(self.model, names, example)
@@ -160,6 +158,19 @@ class WholeModel:
         except ConfigurationError as error:
             raise ConfigurationError(f"it is no chain of its layers ({found}), and no trace cuts it: {error}") from error
         return Chosen(True, choice.to_json())
+
+    def _difference(self, parts: Sequence[nn.Module], example: tuple[Any, ...]) -> DifferenceError | None:
+        """Return what stages do otherwise than the model; None if nothing shows it, or if the model differs from itself, too."""
+        try:
+            compare(self.model, parts, example, {})
+            return None
+        except DifferenceError as error:
+            found = error
+        try:
+            compare(self.model, [self.model], example, {})
+        except DifferenceError:
+            return None
+        return None if isinstance(found.__cause__, torch.OutOfMemoryError) else found
 
     def _measured(self, model: Any, size: int, names: Sequence[str | Sequence[str]] | None) -> tuple[LayerCost, ...]:
         example, target, loss_fn = self._example(size), _first_rows(self.target, _rows(self.batch), size), self.loss_fn

@@ -199,7 +199,9 @@ def sizes_of(given: object, batch: int, known: Sequence[int] | None) -> list[int
     if given is None:
         divisors = [size for size in (known or range(1, batch + 1)) if batch % size == 0]
         if not divisors:
-            raise ConfigurationError(f"none of the microbatch sizes {list(known or ())} divides a batch of {batch} sequences")
+            raise ConfigurationError(
+                f"none of the microbatch sizes {list(known or ())} divides a batch of {batch} sequences: measure one that does"
+            )
         return divisors if known else [size for size in divisors if size < batch] or divisors
     sizes = counts_of("microbatch_sizes", given, of_one="microbatch size")
     for size in sizes:

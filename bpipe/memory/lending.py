@@ -64,14 +64,10 @@ def is_taken(buffers: SharedBuffers, channel: Channel, transport: Transport) -> 
 
 def imported(link: LocalLink, channel: Channel, transport: Transport) -> Lent:
     """Wait for the memory that the acceptor of a channel lends."""
-    (lent,) = transport.wait_for(f"memory for {_named(channel)} has not come", partial(link.import_memory, 1))
+    (lent,) = transport.wait_for(f"memory for {transport.named(channel)} has not come", partial(link.import_memory, 1))
     return lent
 
 
 def _answer(link: LocalLink, channel: Channel, transport: Transport) -> str:
-    what = f"the other rank has not said whether {_named(channel)} go through memory that both share"
+    what = f"the other rank has not said whether {transport.named(channel)} go through memory that both share"
     return transport.wait_for(what, link.receive_text)
-
-
-def _named(channel: Channel) -> str:
-    return f"{channel.purpose.value} messages from rank {channel.src} to {channel.dst}"

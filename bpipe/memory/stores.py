@@ -1,4 +1,4 @@
-"""The interface of a store: where evicted activations are kept, and how they come back. The engine does not know any by name."""
+"""The interface of a store: where evicted activations are kept, and how they come back. Evictions do not know which one it is."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ Loss = Callable[..., torch.Tensor] | None  # called as `loss_fn(output, target, 
 ArgsSpec = tuple[Any, ...] | None  # of how positional arguments are cut, one for each
 KwargsSpec = dict[str, Any] | None
 
+
 class Call(NamedTuple):
     """The arguments that a user gave to `step` or `eval`."""
 

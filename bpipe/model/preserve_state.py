@@ -10,6 +10,7 @@ from torch import nn
 
 from bpipe.cleanup import keeping
 from bpipe.device import fork_random_states
+from bpipe.device.generators import PYTHON, GlobalNumPy
 
 __all__: list[str] = []
 
@@ -17,6 +18,8 @@ __all__: list[str] = []
 @contextmanager
 def preserved_state(modules: Sequence[nn.Module], device: torch.device | None = None) -> Iterator[None]:
     """Restore buffers, gradients and random numbers on exit, whatever happens inside; gradients start as None.
+
+    Random numbers are torch's, and Python's and NumPy's own.
 
     Args:
         device: a device whose random numbers are drawn, besides the parameters' devices.
@@ -27,6 +30,8 @@ def preserved_state(modules: Sequence[nn.Module], device: torch.device | None = 
     gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
     devices = {*(parameter.device for parameter in parameters.values()), *(() if device is None else (device,))}
     with keeping(fork_random_states(devices)), keeping(ExitStack()) as after:
+        for source in (PYTHON, GlobalNumPy()):
+            after.callback(source.set, source.get())
         for buffer, value in buffers.values():
             after.callback(_refill, buffer, value)
         for owner, its in owners:

@@ -193,7 +193,9 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
         return alike and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)) and torch.equal(one.isnan(), other.isnan())
-    return type(one) is type(other) and (all(map(_is_same, one, other)) if isinstance(one, tuple) else bool(one == other))
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(_is_same, one, other))
+    return type(one) is type(other) and bool(one == other)
 
 
 def _difference(one: Any, other: Any) -> str:

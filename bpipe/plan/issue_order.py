@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heappush
+from operator import itemgetter
 
 from bpipe.errors import PlanError
 from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, RECEIVES, SHARDING, START_OF, WAIT_OF, Action, Identity, Op
@@ -92,7 +93,7 @@ class _Issuing:
         starts, _ = clock_of(self._plan, list(map(self._plan.compute, range(self._plan.num_ranks))))
         run_in_time([self._lane(rank, own) for rank, own in enumerate(starts)], self._agenda)
         if self._blocked:
-            stuck = [f"rank {rank} at {action}" for _, rank, action in self._blocked.values()]
+            stuck = [f"rank {rank} at {action}" for _, rank, action in sorted(self._blocked.values(), key=itemgetter(1))]
             raise PlanError(f"plan {self._plan.name!r}: {', '.join(stuck)} wait for each other forever")
         for (rank, _), chain in self._chains.items():
             self._orders[rank] += chain

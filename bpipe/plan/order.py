@@ -1,7 +1,6 @@
 """Orders of events: the clock of the computations, and one global order of all actions of a plan.
 
-`clock` and `run_in_time` make and time orders. `run_greedily` proves them, and shares with these only the flow and the table of
-roles.
+`clock` and `run_in_time` make and time orders. `run_greedily` proves them, and shares only the flow with these.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from math import inf
 from typing import Any
 
 from bpipe.plan.action import Action, Op
-from bpipe.schedules.list_scheduling import Timed, TimedRank, greedy_order
+from bpipe.schedules.list_scheduling import Timed, TimedRank, whole_order
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []
@@ -84,7 +84,7 @@ def _published(p: int, m: int) -> list[list[Action]]:
         warmup = 3 * p // 2 + min(x, p - 1 - x)
         units = [[[a for _, a in sorted(lane) if a.microbatch // p == u] for lane in lanes] for u in range(m // p)]
         ranks.append(_Published([_one_by_one(warmup, *unit) for unit in units], warmup))
-    return greedy_order(ranks, Placement.TWO_VS.flow(p, m, 4), [inf] * p)
+    return whole_order(ranks, Placement.TWO_VS.flow(p, m, 4), [inf] * p)
 
 
 def _one_by_one(warmup: int, forwards: list[Action], backwards: list[Action]) -> list[Action]:
@@ -96,7 +96,7 @@ def _one_by_one(warmup: int, forwards: list[Action], backwards: list[Action]) ->
 def _reordered(placement: Placement, p: int, m: int, slots: int, backward: Op = Op.B) -> list[list[Action]]:
     """Return what ranks compute that may mix units, in slots of a stage's microbatch."""
     ranks = [TimedRank(forwards + backwards) for forwards, backwards in _timed(placement, p, m, backward)]
-    return greedy_order(ranks, placement.flow(p, m, _stages_per_rank(placement)), [slots] * p)
+    return whole_order(ranks, placement.flow(p, m, _stages_per_rank(placement)), [slots] * p)
 
 
 def _bitpipe(p: int, m: int) -> list[list[Action]]:

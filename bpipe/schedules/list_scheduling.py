@@ -94,6 +94,13 @@ def greedy_order(ranks: Sequence[Rank], flow: Flow, slots: Sequence[float]) -> l
         now = min(time for time in free if time > now)
 
 
+def whole_order(ranks: Sequence[Rank], flow: Flow, slots: Sequence[float]) -> list[list[Action]]:
+    """Return the `greedy_order` of ranks that can run all that they have."""
+    lanes = greedy_order(ranks, flow, slots)
+    assert not any(list(rank.candidates()) for rank in ranks), "an order that does not end, or does not keep to its slots"
+    return lanes
+
+
 def with_weights(orders: Iterable[Iterable[Action]], flow: Flow, slots: int) -> list[list[Action]]:
     """Run orders of F and I of a flow on ranks of `slots` slots, and insert W where a rank waits.
 
@@ -101,7 +108,7 @@ def with_weights(orders: Iterable[Iterable[Action]], flow: Flow, slots: int) -> 
     `slots` with each W right after its I still does, and still ends.
     """
     ranks = list(map(_OrderedRank, orders))
-    return greedy_order(ranks, flow, [slots] * len(ranks))
+    return whole_order(ranks, flow, [slots] * len(ranks))
 
 
 def numbered(steps: Iterable[Step]) -> Iterator[Action]:

@@ -226,4 +226,3 @@ def _slowed_end(begin: float, work_s: float, busy: Sequence[tuple[float, float]]
         work_s -= slow_work
         now = max(now, end)
     return now + work_s
-

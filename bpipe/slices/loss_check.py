@@ -95,8 +95,9 @@ class LossCheck:
         """Return what two losses make up, the loss of both together, and how far they may be apart; None if nothing shows."""
         pairs = [one.pair, other.pair, [_joined(*values) for values in zip(one.pair, other.pair, self._dims)]]
         weights = [1.0, 1.0] if self._weigh is None else self._weigh([one.pair[1], other.pair[1]], [one.length, other.length])
-        for given in (mapped(_widened, pairs), pairs) if any(weights) else ():
+        for widens in (True, False) if any(weights) else ():
             try:
+                given = mapped(_widened, pairs) if widens else pairs
                 with torch.no_grad():  # a slice in which nothing counts has no loss
                     losses = [loss(*pair) if weight else 0.0 for pair, weight in zip(given, (*weights, 1))]
                 first, second, whole = map(float, losses)

@@ -25,7 +25,7 @@ class Measured(Timeline):
         device: on CUDA, when the device ran each computation of a rank, an entry for each of `computed(plan, rank)`; else empty.
         clock_error_s: how wrong the clock of each rank can be against rank 0 of the group.
         stage_sizes: what a microbatch took on each stage of the ranks here, one entry for each slice of it; empty for an
-            evaluation, and in traces of earlier versions.
+            evaluation.
 
     The lanes have the host's times: on CUDA they say when a computation was queued, and `device` says when it ran.
     """

@@ -163,8 +163,8 @@ def twins(own: RankIndex) -> Iterator[Finding]:
 
 def sharded(own: RankIndex) -> Iterator[Finding]:
     """Check that a stage with weights gathered by the plan computes only while they are, and reduces once, after its backwards."""
-    found = (own.lane[index] for (op, *_), found in own.at.items() if op in SHARDING for index in found.values())
-    stages = {action.stage for action in found if action.peer is None}
+    firsts = (own.lane[index] for (op, *_), found in own.at.items() if op in SHARDING for index in found.values())
+    stages = {action.stage for action in firsts if action.peer is None}  # of a stage's operations of a kind, the first shows it
     gathered: set[int] = set()
     reduced: set[int] = set()
     for index, action in enumerate(own.lane if stages else ()):

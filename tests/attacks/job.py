@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 import bpipe
-from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.comm.rendezvous.outgoing import OutgoingConnections
 from bpipe.comm.transport import c10d
+from bpipe.engine import remembered
 from bpipe.engine.evictions import Evictions
 from bpipe.session.session import Session
 from tests.faults.case import Setup, Where
 from tests.faults.pipeline import Pipeline
 
 LENT = {  # by attempt, what a victim is killed in place of where activations move; None: a backward while another rank's are here
-    "lending": [(LocalLink, "export_memory"), (LocalLink, "import_memory")],
+    "lending": [(remembered, "offer"), (remembered, "accept_offer")],
     "lent": [None, (Evictions, "load")],
 }
 PLACES: dict[str, tuple[Any, str]] = {  # what a victim is killed in place of

@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
         caught_by: the first test that failed; an empty text if none did.
         tier: of that test.
         seconds: until then.
-        why: no test can catch it; written by a reader.
+        why: no test catches it; written by a reader.
     """
 
     part: str
@@ -172,7 +172,7 @@ def page(commit: str, outcomes: list[Outcome]) -> str:
         "# Mutants",
         "",
         f"`python -m tests.mutants` draws them by seed {SEED} from commit {commit[:12]}, runs them and writes this page.",
-        "Where a line says why no test catches a mutant, a reader has found that the code is right with it, too.",
+        "Where no test catches a mutant, a reader says why: the code is right with it, too, or a test has come since.",
         "",
     ]
     for part in PARTS:
@@ -180,7 +180,8 @@ def page(commit: str, outcomes: list[Outcome]) -> str:
         caught = sum(bool(outcome.caught_by) and outcome.tier == "test" for outcome in of_part)
         later = sum(bool(outcome.caught_by) for outcome in of_part) - caught
         same = sum(bool(outcome.why) for outcome in of_part)
-        lines.append(f"- {part}: of {len(of_part)} `make test` catches {caught}, `make test-all` {later}; {same} change nothing.")
+        known = f"of {len(of_part)} `make test` catches {caught}, `make test-all` {later}"
+        lines.append(f"- {part}: {known}; of {same} a reader says why none does.")
     lines += ["", "| mutant | the first test that fails | tier | seconds |", "|---|---|---|---|"]
     for outcome in outcomes:
         caught_by = f"`{outcome.caught_by}` | {outcome.tier}" if outcome.caught_by else f"**none** {outcome.why} |"

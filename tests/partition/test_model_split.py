@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import nullcontext
+from copy import deepcopy
 
 import pytest
 import torch
@@ -400,3 +401,26 @@ def test_checking_leaves_nothing_behind() -> None:
     bpipe.check_split(model, parts, x)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in before.items())
     assert torch.equal(torch.get_rng_state(), state) and torch.equal(x, given) and model[0].weight.grad is gradient
+
+
+class Sized(nn.Module):
+    """Returns the size of what it got, whose numbers a stage may get wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Size]:
+        size = x.shape if isinstance(self.layers[0], nn.Linear) else torch.Size([*x.shape, 1])
+        for layer in self.layers:
+            x = layer(x)
+        return x, size
+
+
+def test_a_size_with_another_length_is_another_size() -> None:
+    model = Sized()
+    last = deepcopy(model)
+    last.layers[0] = nn.Identity()
+    first = nn.Sequential(model.layers[0])
+    with pytest.raises(StageError, match=r"output 1 is torch.Size\(\[2, 4\]\) of the model"):
+        bpipe.check_split(model, [first, last], torch.randn(2, 4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -287,3 +288,30 @@ def test_parts_and_names_differ_in_number() -> None:
     assert [[(one.name, one.num_bytes) for one in layer.values] for layer in named[:3]] == [
         [("0-6", 64 * of_a_row)], [("1-5", 32 * of_a_row)], [("2-4", 16 * of_a_row)]
     ]  # fmt: skip
+
+
+class Scaling(nn.Module):
+    """Scales by a number that Python draws."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + random.random())
+
+
+class Counting(nn.Module):
+    """Does something else each time, as a kernel that adds up in any order does."""
+
+    num_runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.num_runs += 1
+        return x * self.num_runs
+
+
+@pytest.mark.parametrize("layer", [Scaling, Counting])
+def test_a_chain_that_draws_or_differs_from_itself_is_a_chain(layer: type[nn.Module]) -> None:
+    model, x = nn.Sequential(*(one for _ in range(2) for one in (nn.Linear(4, 4), layer()))), torch.ones(8, 4)
+    loopback, options = bpipe.Loopback(2), bpipe.Options(effort=0, measure="in_order")
+    how: dict[str, Any] = {"target": x, "microbatch_sizes": [2], "options": options}
+    schedules = [bpipe.auto(model, x, mse, group=loopback.rank(rank), **how) for rank in range(2)]
+    loopback.step(schedules, x, target=x, return_outputs=False)
+    assert all(one.grad is not None for schedule in schedules for module in schedule.modules for one in module.parameters())

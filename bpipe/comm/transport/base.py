@@ -99,6 +99,10 @@ class Transport(ABC):
         """
         return None
 
+    def named(self, channel: Channel) -> str:
+        """Return a channel's name in messages."""
+        return f"{channel.purpose.value} messages from rank {channel.src} to {channel.dst}"
+
     def wait_for(self, what: str, call: Callable[[], T]) -> T:
         """Return what a call returns that waits for another process: for no longer than for a transfer, and until a rank fails.
 

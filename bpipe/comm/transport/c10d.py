@@ -213,7 +213,7 @@ class C10dTransport(Transport):
         timeout = timedelta(seconds=self._timeouts.timeout_s + MARGIN_S)
         for channel in channels:
             opening = self._interruptible()
-            opening.note = f"gloo's connection for {self._named(channel)} is being made"
+            opening.note = f"gloo's connection for {self.named(channel)} is being made"
             own, end = dist.PrefixStore(_place_of(channel), self._store), self._ends(channel).index(self.rank)
             self._written.add_gloo(own, end)
             with using_store():
@@ -221,7 +221,7 @@ class C10dTransport(Transport):
         if not gloo_connects_late():
             for channel in channels:
                 opening = self._interruptible()
-                opening.note = f"gloo's connection for {self._named(channel)} is there, but its other rank does not greet"
+                opening.note = f"gloo's connection for {self.named(channel)} is there, but its other rank does not greet"
                 opening.run(partial(_greet, self._gloo[channel], self._other_end(channel)))
         self._written.remove()  # who greets has read them
 
@@ -272,10 +272,10 @@ class C10dTransport(Transport):
         for channel in channels:
             end, opening = self._ends(channel).index(self.rank), self._interruptible()
             if channel in self._files:
-                opening.note = f"the other rank does not copy {self._named(channel)} yet"
+                opening.note = f"the other rank does not copy {self.named(channel)} yet"
                 make: Callable[[], Any] = partial(self._ring, channel, sends=end == 0)
             else:
-                opening.note = f"a communicator for {self._named(channel)} is being made"
+                opening.note = f"a communicator for {self.named(channel)} is being made"
                 own = dist.PrefixStore(_place_of(channel), store)
                 if end == 0:
                     self._written.add(own, ID_KEY)
@@ -293,7 +293,7 @@ class C10dTransport(Transport):
         eviction = channel if channel.purpose is Purpose.EVICT else Channel(Purpose.EVICT, channel.dst, channel.src)
         return channel.purpose in EVICTIONS and self.link_of(eviction) is not None
 
-    def _named(self, channel: Channel) -> str:
+    def named(self, channel: Channel) -> str:
         sender, receiver = self._ends(channel)
         return f"{channel.purpose.value} messages from rank {sender} to {receiver}"
 
@@ -314,9 +314,9 @@ class C10dTransport(Transport):
             prepare(connection, self._timeouts.timeout_s + MARGIN_S)
             channel = channels[index]
             if ends[index][0] == self.rank:
-                self._senders[channel] = Sender(connection, self._named(channel), rings.get(index))
+                self._senders[channel] = Sender(connection, self.named(channel), rings.get(index))
             else:
-                self._receivers[channel] = Receiver(connection, self._named(channel), rings.get(index))
+                self._receivers[channel] = Receiver(connection, self.named(channel), rings.get(index))
         self.control.check()  # a failure before this line has not ended these
         if is_asynchronous(self.device) and (tried := [one for one in channels if self._may_reach(one)]):
             self._find_reached(tried)
@@ -360,7 +360,7 @@ class C10dTransport(Transport):
         for channel, reason in find_reached(links, self.device, opening.run, refused).items():
             if channel not in refused:
                 LOG.warning(
-                    "rank %d: %s do not go straight to the other device's memory: %s", self.rank, self._named(channel), reason
+                    "rank %d: %s do not go straight to the other device's memory: %s", self.rank, self.named(channel), reason
                 )
             self._links.pop(channel).close()
             if channel in self._files:
@@ -437,7 +437,7 @@ class C10dTransport(Transport):
         step, action = self.control.activity.step, self.control.activity.action()
 
         def what() -> str:
-            return f"{self._named(channel)}, step {step}" + ("" if action is None else f", {place_of(action)}")
+            return f"{self.named(channel)}, step {step}" + ("" if action is None else f", {place_of(action)}")
 
         works = [communicators.post(channel, tensors, sends=sends, what=what)] if tensors else []
         return Works([*beside, *works], tensors, is_told=True)
