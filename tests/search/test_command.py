@@ -56,7 +56,7 @@ def test_a_budget_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None
     [
         (["--budget", "lowest"], "give --budget in bytes"),
         (["--slots", "3"], "leave --slots and --overlapped out"),
-        (["--budget", "1,2,3"], "--budget has 3 entries: give one number, or one for each of 4 ranks"),
+        (["--budget", "1,2,3"], "--budget=(1, 2, 3): give a whole number of at least 1, or one for each of 4 ranks"),
         (["--overlapped"], "leave --slots and --overlapped out"),
         (["--effort", "0"], "'0' is not a whole number of at least 1"),
         (["--skips", "0:2", "--saved", "1GiB", "--by", "recompute"], "--by recompute counts no bytes of skips"),
