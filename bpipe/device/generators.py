@@ -60,7 +60,7 @@ TORCH = Source(torch.get_rng_state, torch.set_rng_state)  # torch's, on the CPU
 
 
 def torch_on(device: torch.device) -> Source:
-    """Return torch's random numbers on an asynchronous device; one whose state is None on another one."""
+    """Return torch's random numbers on a device; their state is None if they are the CPU's."""
     return Source(partial(random_state, device), partial(set_random_state, device=device))
 
 

@@ -31,10 +31,7 @@ from bpipe.skips.routes import Skip
 
 __all__ = ["measure_layers"]
 
-
 Times = Sequence[float]  # the seconds of a forward, of its backward, and of both halves of a split one
-
-
 Parts = tuple[Sequence[nn.Module], Mapping[str, Skip]]  # as `split_traced` returns them
 
 

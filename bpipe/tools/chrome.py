@@ -75,8 +75,8 @@ class _Slice(NamedTuple):
 def save_trace(timelines: Timeline | Sequence[Timeline], path: str | os.PathLike[str]) -> None:
     """Write timelines to a file in Chrome's trace format, one after the other.
 
-    Measured ones keep their distance in time; others begin where the one before them ends. A file takes about 260 bytes per
-    action; only one timeline's boxes are in memory at a time.
+    Measured ones keep their distance in time; others begin where the one before them ends. Only one
+    timeline's boxes are in memory at a time.
 
     Args:
         timelines: simulated or measured, in chronological order; of different plans if you like.
