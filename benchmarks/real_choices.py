@@ -23,9 +23,9 @@ from benchmarks.pictures import points
 from benchmarks.real_models import MODELS, Cut, Model
 from benchmarks.study import Claim, Row, Study
 from bpipe.estimate.calibrate import calibrated
+from bpipe.estimate.cut_search import even, pieces
+from bpipe.estimate.layers import Chain
 from bpipe.partition import LayerCost, choose_stages
-from bpipe.partition.cut_search import even, pieces
-from bpipe.partition.layers import Chain
 from bpipe.passes.evict_or_recompute import kept_within
 from bpipe.passes.setting import Setting
 from bpipe.schedules import Amount, Costs, Link, Plan, build, simulate

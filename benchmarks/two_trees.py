@@ -63,7 +63,7 @@ def rank_main(folder: str, rank: int, case: str) -> None:
     blocks = [nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True) for _ in range(2)]
     module = nn.Sequential(*blocks)
     schedule = schedule_of(kind, bpipe.PipelineStage(module, rank, size, "cpu"), m)
-    batch = torch.randn(m, 64, width)
+    batch = torch.randn(m, 64, width, generator=torch.Generator().manual_seed(0))  # the same on all ranks
 
     def step() -> None:
         schedule.step(batch, target=batch, return_outputs=False)

@@ -57,12 +57,12 @@ if TYPE_CHECKING:
         ScheduleLoopedBFS,
         ScheduleZBVZeroBubble,
     )
-    from bpipe.as_torch.stage_info import PipelineStageInfo
     from bpipe.backward.loss_scale import loss_scale
     from bpipe.estimate.advisor import advise
     from bpipe.estimate.profile import profile
     from bpipe.estimate.profile_slices import profile_slices
     from bpipe.model.stage import PipelineStage
+    from bpipe.model.stage_info import PipelineStageInfo
     from bpipe.overlap.points import yield_here
     from bpipe.parallel.placement import pair_adjacent, place
     from bpipe.partition.choose import choose_stages
@@ -216,7 +216,7 @@ _NAMES = {  # of each module of bpipe
     "as_torch.one_stage": "Schedule1F1B ScheduleGPipe",
     "as_torch.several_stages": "ScheduleDualPipeV ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS "
     "ScheduleZBVZeroBubble",
-    "as_torch.stage_info": "PipelineStageInfo",
+    "model.stage_info": "PipelineStageInfo",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import bpipe
 from bpipe.estimate.calibrate import calibrated
 from bpipe.schedules import simulate
-from bpipe.tools.measured import typical
+from bpipe.simulator.measured import typical
 
 __all__ = ["draw_timeline"]
 

@@ -17,10 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bpipe
 from bpipe.engine.run import Observer
-from bpipe.schedules import Op
 from tests.storages import StorageCount
-
-MESSAGES = (Op.SEND_F, Op.SEND_B, Op.RECV_F, Op.RECV_B)
 
 
 class LiveRanks:
@@ -119,13 +116,13 @@ class _Rank(Observer):
         self._live.count = self.count
 
     def after(self, run: Any, action: Any) -> None:
-        states = list(run.microbatches.values())
-        left = [message for one in states for message in (one.input, one.output, one.output_gradients, one.input_gradients)]
+        edges = [edge for state in run.microbatches.values() for edge in state.edges.values()]
+        left = [message for edge in edges for message in (edge.values, edge.gradients)]
         waiting = [tensor for message in left if message is not None for tensor in message.tensors]
-        under_way = [one for state in states for (op, _), one in state.transfers.items() if op in MESSAGES]
+        under_way = [one for edge in edges for one in edge.transfers.values()]
         travelling = [tensor for transfer, sent in under_way for tensor in (*transfer.tensors, *sent)]
         messages = [tensor for tensor in (*waiting, *travelling) if tensor is not None]
-        known = [*messages, *self._live.users(), *run.compute.returned]
+        known = [*messages, *self._live.users(), *run.results.returned]
         live = self.count.live_bytes(without=known)
         if self._live.collects:
             gc.collect()

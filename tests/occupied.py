@@ -26,7 +26,7 @@ class Whose(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                 self._note(leaf)
         return result
@@ -98,7 +98,7 @@ class Counting(Observer):
         parameters = [p for module in self._modules for p in module.parameters()]
         gradients = [p.grad for p in parameters if p.grad is not None]
         buffers = [b for module in self._modules for b in module.buffers()]
-        returned = self._run.compute.returned
+        returned = self._run.results.returned
         return self._count.live_bytes(without=[*parameters, *gradients, *buffers, *self.batch, *returned])
 
     @property

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bpipe
-from bpipe.api.report import Report
 from bpipe.errors import CommError, ConfigurationError, PlanError, StageError, printable
 from bpipe.schedules import Plan, StageSizes, build
 from bpipe.schedules.by_name import forward_plan
+from bpipe.session.report import Report
 from tests.amounts import amounts, changed
 from tests.models import batch_of, modules_of, mse, single_process
 from tests.tiers import examples

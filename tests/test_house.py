@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections import Counter
+from types import FrameType
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import bpipe
 from tests.house.figures import COMPARABLE, REMEDY, beyond, figures, limits
@@ -74,19 +79,60 @@ def test_the_page_names_every_room(source: Source) -> None:
         assert (package / named).is_dir() or (package / "comm" / named).is_dir(), named
 
 
-def test_the_page_follows_a_microbatch(walked: Walk) -> None:
-    """Each function that it names is called, in this order; a name without a file is of the file before."""
-    life = PAGE.partition("# One microbatch")[2]
-    named, file = [], ""
-    for word in re.findall(r"`([\w/.]+)`", life):
+def followed(title: str) -> list[tuple[str, str]]:
+    """The functions that a part of the page names, each with its file; a name without one is of the file before."""
+    part, named, file = PAGE.partition(title)[2].partition("\n# ")[0], [], ""
+    for word in re.findall(r"`([\w/.]+)`", part):
         if word.endswith(".py") and not word.startswith("tests/"):
             file = word
         elif re.fullmatch(r"(_?[A-Z]\w*\.)?_*[a-z]\w*", word) and word != "step":
             named.append((file, word))
+    return named
+
+
+def test_the_page_follows_a_microbatch(walked: Walk) -> None:
+    """Each function that it names is called, in this order."""
+    named = followed("# One microbatch")
     assert len(named) > 25
-    actions = re.findall(r"`(0[A-Z_]+1)`", life.partition("The step begins")[2])
+    actions = re.findall(r"`(0[A-Z_]+1)`", PAGE.partition("The step begins")[2])
     done = iter(walked.actions)
     assert len(actions) >= 9 and all(action in done for action in actions), (actions, walked.actions)
     calls = iter([*walked.before, *walked.calls])
     for call in named:
         assert call in calls, f"{call} is not called after those before it"
+
+
+class Adding(nn.Module):
+    """Hands on what the later stages add."""
+
+    def forward(self, x: torch.Tensor, kept: torch.Tensor | float = 0.0) -> Any:
+        return x.sin() + kept
+
+
+class Making(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), {"kept": x.cos() @ self.weight}
+
+
+def test_the_page_follows_a_skip() -> None:
+    named, calls = followed("# A skip"), list[tuple[str, str]]()
+    loopback, skips = bpipe.Loopback(2), {"kept": (0, 1, 3)}
+    modules = [Making(4, 4), *(Adding() for _ in range(3))]
+    ranks = [[bpipe.PipelineStage(modules[i], i, 4, "cpu", loopback.rank(i % 2), skips=skips) for i in (k, k + 2)] for k in (0, 1)]
+    schedules = [bpipe.Interleaved1F1B(stages, 2, nn.functional.mse_loss) for stages in ranks]
+    root, x = f"{HERE / 'bpipe'}/", torch.randn(2, 4)
+
+    def enter(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            calls.append((frame.f_code.co_filename.removeprefix(root), frame.f_code.co_qualname))
+
+    before = sys.getprofile()
+    sys.setprofile(enter)
+    try:
+        loopback.step(schedules, x, target=x)
+    finally:
+        sys.setprofile(before)
+    done = iter(calls)
+    assert len(named) >= 8
+    for call in named:
+        assert call in done, f"{call} is not called after those before it"

@@ -313,13 +313,16 @@ def test_what_has_no_backward_is_dropped_at_once() -> None:
         gc.enable()
 
 
-def test_each_slice_of_a_loss_has_its_own_factor() -> None:
-    """In a loss function; a stage that takes slices has none."""
-    asked, reduction = list[float](), "mean"
+def test_the_loss_of_a_sequence_in_slices_has_a_factor() -> None:
+    """A stage that takes slices has none, nor has the loss of one slice, before it is known what it is divided by."""
+    asked = list[float]()
 
     def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         asked.append(bpipe.loss_scale())
-        return nn.functional.mse_loss(output, target, reduction=reduction)
+        return nn.functional.mse_loss(output, target)
+
+    def of_slices(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return loss_fn(output, target), 1
 
     class Stage(nn.Module):
         def __init__(self, *, asks: bool) -> None:
@@ -330,19 +333,21 @@ def test_each_slice_of_a_loss_has_its_own_factor() -> None:
             return self.layer(x) * (bpipe.loss_scale() if self.asks else 1), None
 
     def step(*, asks: bool, **options: Any) -> None:
-        loopback = bpipe.Loopback(1)
-        stage = bpipe.PipelineStage(Stage(asks=asks), 0, 1, "cpu", group=loopback.rank(0))
-        schedule = bpipe.Seq1F1B(stage, 2, slices=2, loss_fn=loss_fn, **options)
-        loopback.step([schedule], torch.randn(4, 6, 4), target=torch.randn(4, 6, 4))
+        asked.clear()
+        loopback = bpipe.Loopback(2)
+        stages = [bpipe.PipelineStage(Stage(asks=asks), i, 2, "cpu", group=loopback.rank(i)) for i in range(2)]
+        schedules = [bpipe.Seq1F1B(stage, 2, slices=2, **{"loss_fn": loss_fn, **options}) for stage in stages]
+        loopback.step(schedules, torch.randn(4, 6, 4), target=torch.randn(4, 6, 4))
 
     step(asks=False)
-    assert {0.25} <= set(asked)  # of a microbatch of 2, each half of its positions; 0.5 where the first step looks at it whole
+    assert asked == [0.5, 0.5]
     with pytest.raises(ConfigurationError, match="cut into slices"):
         step(asks=True)
-    asked.clear()
-    reduction = "sum"
+    for scale_grads in (True, False):
+        with pytest.raises(ConfigurationError, match="cut into slices"):
+            step(asks=False, loss_fn=of_slices, scale_grads=scale_grads, options=bpipe.Options(loss_of_slices=True))
     step(asks=True, scale_grads=False)
-    assert set(asked) == {1.0}
+    assert asked == [1.0, 1.0]
 
 
 def test_outside_of_a_step_the_factor_is_one() -> None:
@@ -374,6 +379,11 @@ class Compiled(Base):
         return self.run(x)
 
 
+class SlicedLinear(nn.Linear):
+    def forward(self, x: torch.Tensor, past: Any = None) -> Any:
+        return super().forward(x), None
+
+
 def num_compiled(rank: int) -> int:
     trained(Compiled, plain_loss, bpipe.OneFOneB)
     return Compiled.compiled
@@ -382,3 +392,21 @@ def num_compiled(rank: int) -> int:
 def test_a_compiled_stage_asks_without_a_break() -> None:
     """And is compiled once a stage, not for each microbatch; in a process of its own, so that nothing compiled is left behind."""
     assert run_ranks(num_compiled, 1) == [2]
+
+
+def losses_of_compiled(rank: int, num_ranks: int) -> list[float] | str:
+    """Of sequences in slices, in a loopback: what it returns is its factor."""
+    loss = torch.compile(lambda output, target: 0 * (output * target).mean() + bpipe.loss_scale(), backend="eager", fullgraph=True)
+    loopback, found, x = bpipe.Loopback(num_ranks), list[torch.Tensor](), torch.randn(4, 6, 4)
+    stages = [bpipe.PipelineStage(SlicedLinear(4, 4), i, num_ranks, "cpu", group=loopback.rank(i)) for i in range(num_ranks)]
+    try:
+        loopback.step([bpipe.Seq1F1B(stage, 2, loss, slices=2) for stage in stages], x, target=x, losses=found)
+    except torch._dynamo.exc.Unsupported as error:  # with the ConfigurationError in its text
+        return str(error)
+    return [one.item() for one in found]
+
+
+def test_a_compiled_loss_of_slices_asks_without_a_break() -> None:
+    """With other ranks in its process, one of which has no factor, it cannot tell whose it is."""
+    assert run_ranks(losses_of_compiled, 1, 1) == [[0.5, 0.5]]
+    assert "cut into slices" in run_ranks(losses_of_compiled, 1, 2)[0]

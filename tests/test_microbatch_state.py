@@ -39,19 +39,21 @@ class Follower(Observer):
         if action.op in SERVED:
             return
         state = run.microbatches[action.stage, action.microbatch]
-        self.seen.append((action, str(state)))
+        self.seen.append((action, state.whereabouts))
         self.most = max(self.most, len(run.microbatches))
+        before, behind = ((action.stage + offset - 1, action.stage + offset) for offset in (0, 1))
+        evicted, refilled = ({}, {}) if state.memory is None else (state.memory.evicted, state.memory.refilled)
         has = {
-            Op.F: state.input is not None or not action.stage,
-            Op.SEND_F: state.output is not None,
-            Op.EVICT: state.stash is not None and state.graph is not None,
-            Op.WAIT_EVICT: 0 in state.evicted,
-            Op.LOAD: 0 in state.evicted and 0 not in state.refilled,
-            Op.WAIT_LOAD: 0 in state.refilled,
-            Op.B: state.graph is not None and not state.evicted,
+            Op.F: not action.stage or state.edges[before].values is not None,
+            Op.SEND_F: state.edges[behind].values is not None,
+            Op.EVICT: state.memory is not None and state.memory.stash is not None and state.graph is not None,
+            Op.WAIT_EVICT: 0 in evicted,
+            Op.LOAD: 0 in evicted and 0 not in refilled,
+            Op.WAIT_LOAD: 0 in refilled,
+            Op.B: state.graph is not None and not evicted,
             Op.I: state.graph is not None,
             Op.W: state.half is not None and state.graph is None,
-            Op.SEND_B: state.input_gradients is not None and state.graph is None,
+            Op.SEND_B: state.edges[before].gradients is not None and state.graph is None,
         }
         assert has.get(action.op, True), (str(action), state)
 

@@ -46,8 +46,8 @@ SIGNATURES = {
     "OneFOneB": SCHEDULE,
     "Options": (
         "(slots, target_chunk_spec, slice_lengths, args_slice_spec, kwargs_slice_spec, target_slice_spec, output_slice_spec, "
-        "timeout_s, slow_s, transfers_at_once, parts, measure, margin, reserve_bytes, host, host_link, bytes_per_parameter, "
-        "effort, seed, progress)"
+        "loss_of_slices, timeout_s, slow_s, transfers_at_once, parts, measure, margin, reserve_bytes, host, host_link, "
+        "bytes_per_parameter, effort, seed, progress)"
     ),
     "InterleavedZeroBubble": STAGES,
     "PipelineStage": (

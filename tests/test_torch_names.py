@@ -460,8 +460,6 @@ def test_a_plan_that_the_schedule_was_not_made_for_is_refused() -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             schedule.load_csv(text)
-    with pytest.raises(ConfigurationError, match="_loss_fn cannot be set on a schedule of slices"):
-        bpipe.Seq1F1B(takes_slices, 2, mse, slices=2)._loss_fn = nn.functional.l1_loss
     loaded = bpipe.OneFOneB(stage, 2, mse)
     loaded.load_csv(text)
     assert loaded.plan.name == "csv"

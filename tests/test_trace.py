@@ -26,7 +26,7 @@ from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVER_OF, START_OF, WAIT_OF
 from bpipe.schedules import Action, Destinations, Op, Span
 from bpipe.simulator.critical import critical_path
-from bpipe.tools.measured import Measured
+from bpipe.simulator.measured import Measured
 from bpipe.tools.trace_record import load_trace
 from bpipe.tools.tracing import trace
 from tests.models import Block, mse

@@ -17,7 +17,7 @@ import bpipe
 from bpipe.errors import AgreementError
 from bpipe.memory.makeup import Makeups
 from bpipe.model.stage import ModuleSnapshot
-from bpipe.parallel.twins import kinds_of
+from bpipe.twins.exchange import kinds_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -4,7 +4,7 @@
 `make test-timed` what measures time. By these rules, the first that holds:
 
 1. What TIMED names measures time.
-2. What APART names is about the pages, examples and packages around the code, or takes a device, a browser, or another program.
+2. What APART names is about the pages, examples, packages and copies of the code, or takes a device, a browser, another program.
    In what TOGETHER names, the tests of a file share processes that run for many times LONG_S.
 3. A case that took LONG_S or longer when it was measured last is too long for `make test`.
 4. Of a function's other cases, `make test` takes as many as fit into its BUDGET_S, one at least: first those that hold the most
@@ -69,7 +69,7 @@ TIMED = (
     "tests/tools/test_play_in_browser.py",
 )
 APART = (
-    *("tests/docs/", "tests/gpu/", "tests/release/", "tests/trainers/"),
+    *("tests/deletion/", "tests/docs/", "tests/gpu/", "tests/release/", "tests/trainers/"),
     "tests/accelerator/test_on_device.py::test_on_device",
     "tests/accelerator/test_on_device.py::test_on_second_make",
     "tests/faults/test_outage.py",

@@ -9,10 +9,9 @@ from typing import Any
 from bpipe.api.options import RUNNING, SLICING, Options, options_for
 from bpipe.api.schedule import Schedule
 from bpipe.errors import ConfigurationError
+from bpipe.flow.shape_arguments import skips_of
 from bpipe.model.call import ArgsSpec, KwargsSpec, Loss
 from bpipe.schedules import Plan, verify
-from bpipe.skips.routes import skips_of
-from bpipe.slices.positions import numbers_of
 
 __all__ = [
     "ZBH1",
@@ -223,6 +222,8 @@ class FromPlan(_Slices):
         self._given, self.rule = plan, plan.name
         options = options_for(type(self).__name__, options, self._takes)
         if options.slice_lengths is not None and not callable(options.slice_lengths):
+            from bpipe.slices.positions import numbers_of  # loaded for schedules with slices
+
             numbers = numbers_of(options.slice_lengths)
             options = replace(options, slice_lengths=numbers or options.slice_lengths)
             if plan.slices > 1 and 0 < len(numbers) != plan.slices:

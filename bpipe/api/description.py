@@ -36,7 +36,7 @@ def budget_of(plan: Plan) -> str:
         return f"budget {show_each(plan.budgets)}"
     slots = ["-" if k is None else str(k) for k in plan.slots]
     each = slots[0] if len(set(slots)) == 1 else " ".join(slots)
-    return "" if each == "-" else f"budget {each} {'slices' if plan.slices > 1 else 'slots'}"
+    return "" if each == "-" else f"budget {each} {'slices' if plan.units.are_slices else 'slots'}"
 
 
 def _of_session(session: Session | None) -> list[str]:

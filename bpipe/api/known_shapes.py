@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from bpipe.memory.ledger import Key
 from bpipe.memory.saved.footprint import Footprint, covering, largest_of, with_margin
-from bpipe.plan.sizes import GRADIENTS, Amount, StageSizes
+from bpipe.plan.sizes import Amount, StageSizes
 from bpipe.schedules import Plan
 
 __all__: list[str] = []
@@ -18,7 +18,7 @@ class MeasuredSizes:
     """The results of a step that measured, on this rank: its stages' sizes, its modules' static bytes, and the returned bytes."""
 
     stages: dict[int, tuple[StageSizes, ...]]  # by slice
-    exchanged: Mapping[int, int]  # the bytes of the gradients that each stage exchanges with its twin
+    exchanged: Mapping[int, tuple[Amount, ...]]  # the gradients that each stage exchanges with other ranks
     held_bytes: int
     returned_bytes: int
 
@@ -56,23 +56,23 @@ class Shapes:
         assert self.measured is not None, "a plan is made from measurements"
         covered = {stage: self._covered(stage, sizes) for stage, sizes in self.measured.stages.items()}
         for stage, gradients in self.measured.exchanged.items():
-            covered[stage] = tuple(one.with_amounts(Amount(GRADIENTS, gradients)) for one in covered[stage])
+            covered[stage] = tuple(one.with_amounts(*gradients) for one in covered[stage])
         return {
             stage: tuple(with_margin(one, margin) for one in sizes) if stage in self.varying else sizes
             for stage, sizes in covered.items()
         }
 
-    def _covered(self, stage: int, slices: tuple[StageSizes, ...]) -> tuple[StageSizes, ...]:
+    def _covered(self, stage: int, units: tuple[StageSizes, ...]) -> tuple[StageSizes, ...]:
         """Return sizes of a stage that cover later microbatches; unchanged if these took no more, whatever parts they had."""
-        seen = [self.seen.get((stage, number), sizes) for number, sizes in enumerate(slices)]
-        return covering([[one, other] if other.saved > one.saved else [one] for one, other in zip(slices, seen)])
+        seen = [self.seen.get((stage, number), sizes) for number, sizes in enumerate(units)]
+        return covering([[one, other] if other.saved > one.saved else [one] for one, other in zip(units, seen)])
 
     def outgrown(self, plan: Plan, footprints: Mapping[Key, Footprint]) -> list[int]:
         """Return the stages whose microbatches take more than planned and than any before, and remember their sizes."""
         assert plan.sizes is not None, "a plan in bytes"
         found: dict[tuple[int, int], list[StageSizes]] = {}
         for (stage, unit), footprint in footprints.items():
-            found.setdefault((stage, unit % plan.slices), []).append(footprint.sizes())
+            found.setdefault((stage, unit % plan.units), []).append(footprint.sizes())
         grown = set()
         for key, some in found.items():
             largest, known = largest_of(some), self.seen.get(key)

@@ -133,6 +133,8 @@ class Loopback(NotCopied):
             started = time.perf_counter()
             steps = [session.begin(call, is_training=trains) for session, trains in zip(sessions, is_training)]
             records = [step.record for step in steps]
+            for session in sessions:  # that two steps in a row have the same records, as over a process group
+                session.context.transport.control.activity.call += 1
 
             def gather(ask: Callable[[PlanSource], bytes]) -> list[bytes]:
                 return [ask(session.source) for session in sessions]
@@ -227,7 +229,7 @@ def once(loopback: Loopback, asked: object, make: Callable[[], T]) -> T:
 
 def _share_results(runs: Sequence[Run]) -> None:
     """Give each rank with a last stage the results of both directions, if there are two: the caller gets all of a loopback's."""
-    ends = [run.compute for run in runs if run.holds_last_stage]
+    ends = [run.results for run in runs if run.holds_last_stage]
     if len(ends) > 1:
         outputs = _merged(end.outputs for end in ends)
         losses = _merged(end.losses for end in ends)

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from bpipe.api.known_shapes import Comparison, MeasuredSizes, Shapes
 from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.policy import Policy
-from bpipe.api.report import Report
-from bpipe.comm.health.agreement import StepRecord
+from bpipe.comm.health.agreement import RoomRecord, StepRecord
 from bpipe.comm.wire.codec import decode_text
 from bpipe.engine.ordered import OrderWatch
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
 from bpipe.engine.shared import why_in_order
 from bpipe.errors import AgreementError, BudgetError, CommError, format_error
+from bpipe.flow.shape_arguments import Holders
 from bpipe.memory.recent import Recent
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
 from bpipe.model import microbatch as mb
@@ -26,6 +27,7 @@ from bpipe.model.plain_numbers import InputForms
 from bpipe.parallel.replicas import difference
 from bpipe.passes.balance.outcome import outcome
 from bpipe.passes.communicate import computations_only
+from bpipe.passes.gradient_exchanges import summing
 from bpipe.passes.profiling_order import profiling_order
 from bpipe.plan.action import COMPUTE
 from bpipe.plan.amounts import show_each
@@ -35,6 +37,7 @@ from bpipe.session.context import RankContext
 from bpipe.session.filler import both
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
+from bpipe.session.report import Report
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
 
 __all__: list[str] = []
@@ -42,6 +45,23 @@ __all__: list[str] = []
 RESERVE_BYTES = 2**30
 REMOTE_CHANNELS = 4  # channels that a plan opens on a rank: to and from its acceptor, and to and from its evictor
 LATEST, OFTEN = 20, 16  # steps: a warning is due if OFTEN of the LATEST ones have measured
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRecord(RoomRecord):
+    """What plans are made from besides the sizes, and when.
+
+    Args:
+        revision: how often a rank has asked to measure its microbatches again.
+        form: a digest of its inputs without those plain numbers that do not decide what is saved.
+        states: the bytes of its optimizer states, and of the gradients that it sets aside.
+        inputs: where replicas compare, a digest of what the inputs look like, apart from the modules.
+    """
+
+    revision: int = 0
+    form: bytes = b""
+    states: int = 0
+    inputs: bytes = b""
 
 
 class MeasuredPlans(PlanSource):
@@ -80,28 +100,38 @@ class MeasuredPlans(PlanSource):
         self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
         self._has_warned = False
 
+    def share(self, holders: tuple[Holders, ...]) -> bool:
+        if not super().share(holders):
+            return False
+        self._base = replace(self._base, flow=summing(self._base.flow, holders))
+        self._profiling_plan, self._in_order = finish(profiling_order(self._base)), None
+        for shapes in self._shapes.values():
+            shapes.measured = shapes.plan = None
+        return True
+
     def prepare(self, memory: Memory, plan_rank: int, stages: Collection[int]) -> None:
         memory.grows = True
         memory.most_parts = dict.fromkeys(stages, self._policy.parts)
 
-    def completed(self, record: StepRecord, forms: InputForms) -> StepRecord:
-        inputs = bytes(16) if self._replicas is None else mb.digest([one.form for one in forms.descriptions])
-        return record._replace(revision=self.revision, inputs=inputs)
+    def records(self, forms: InputForms, states: int) -> tuple[RoomRecord, ...]:
+        inputs = b"" if self._replicas is None else mb.digest([one.form for one in forms.descriptions])
+        return (MeasuredRecord(self.revision, mb.digest(forms.counted), states + self._context.held_bytes, inputs),)
 
     def plan_of(self, inputs: PreparedCall, records: Sequence[StepRecord], gather: Gather, *, is_training: bool) -> Plan:
         if not is_training:
             return super().plan_of(inputs, records, gather, is_training=is_training)
-        key = (True, tuple(record.form for record in records))
+        given = MeasuredRecord.of(records)
+        key = (True, tuple(one.form for one in given))
         shapes = self._latest = self._shapes.use(key, Shapes())
         if self._replicas is not None:
-            self._compare(tuple(record.inputs for record in records), shapes, gather)
-        revisions = tuple(record.revision for record in records)
+            self._compare(tuple(one.inputs for one in given), shapes, gather)
+        revisions = tuple(one.revision for one in given)
         if shapes.revise(revisions):
             self._context.memory.kinds.clear()
         if revisions != self._revisions:  # microbatches of a rank take more memory, for any reason
             self._revisions = revisions
             self._context.numbers.count_again(inputs.forms)
-        if shapes.replan(tuple(record.states for record in records)):
+        if shapes.replan(tuple(one.states for one in given)):
             self._say("optimizers have made new states, so this step's plan counts them")
         self._agree_with_replicas(shapes)
         self._warn_if_often(shapes.measured is None)
@@ -145,7 +175,7 @@ class MeasuredPlans(PlanSource):
         if plan is not self._profiling_plan or (not shares_random and _computed(plan, rank) == _computed(self._base, rank)):
             return observer
         device = self._context.transport.device
-        return both(OrderWatch(self._context.stages, inputs.step_inputs, device, shares_random=shares_random), observer)
+        return both(OrderWatch(self._context.stages, inputs.given, device, shares_random=shares_random), observer)
 
     def _warn_if_often(self, measures: bool) -> None:
         """Warn once if nearly all of the latest steps have measured."""
@@ -165,10 +195,10 @@ class MeasuredPlans(PlanSource):
     def learn(self, run: Run) -> None:
         shapes = self._latest
         if run.plan is self._profiling_plan or run.plan is self._in_order:
-            ledger, returned = run.evictions.ledger, bytes_under(run.compute.returned, run.device)
-            stages = run.evictions.settled(run.plan.slices)
+            ledger, returned = run.evictions.ledger, bytes_under(run.results.returned, run.device)
+            stages = run.evictions.settled()
             shapes.measured = MeasuredSizes(
-                stages=stages, exchanged=run.twins.exchanged_bytes, held_bytes=ledger.held_bytes, returned_bytes=returned
+                stages=stages, exchanged=run.exchanges.exchanged, held_bytes=ledger.held_bytes, returned_bytes=returned
             )
         elif run.plan.sizes is not None:
             for stage in shapes.outgrown(run.plan, run.evictions.measured()):

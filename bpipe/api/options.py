@@ -37,10 +37,13 @@ class Options:
             positions, a `slices.UpTo`, None to give it to each slice whole, or a pytree of these; default: tensors are cut along
             dimension 1.
         kwargs_slice_spec: the same for each keyword argument.
-        target_slice_spec: the same for the target.
+        target_slice_spec: the same for the target, which is cut with `loss_of_slices` alone.
         output_slice_spec: of a schedule of slices, how the outputs of slices become those of microbatches: a `TensorChunkSpec` or
             one of torch's reducers for each value; default: tensors are concatenated along dimension 1. Then `output_merge_spec`
             merges microbatches.
+        loss_of_slices: of a schedule of slices, whether `loss_fn` gets each slice by itself, and returns a pair: the sum of its
+            losses, and their count, a number or a tensor without gradient. The loss of a sequence is the sum of the sums by the sum
+            of the counts, or 0 if that is 0. Default: `loss_fn` gets whole sequences, whose outputs wait for it on the last stage.
         timeout_s: of a schedule, a `Stream` and `Routes`, the seconds that a rank waits for another one, in a transfer or at the
             start of a step, before the pipeline fails on all ranks, and after which a machine that says nothing counts as lost.
             Default: the process group's timeout, and 300 for `Routes`. For a `Stream` give more than the longest pause between two
@@ -84,6 +87,7 @@ class Options:
     kwargs_slice_spec: dict[str, Any] | None = None
     target_slice_spec: Any = None
     output_slice_spec: Any = None
+    loss_of_slices: bool = False
     timeout_s: float | None = None
     slow_s: float = SLOW_S
     transfers_at_once: int = 8
@@ -107,8 +111,9 @@ class Options:
         check_seconds("timeout_s", self.timeout_s, or_none=True)
         check_seconds("slow_s", self.slow_s)
         check_count("parts", self.parts, most=MOST_PARTS)
-        if not isinstance(self.host, bool):
-            raise ConfigurationError(f"host={self.host!r}: give True or False")
+        for name in ("host", "loss_of_slices"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give True or False")
         check_choice("measure", self.measure, get_args(Measure))
         if not is_number(self.margin) or not 0 <= self.margin < float("inf"):
             raise ConfigurationError(f"margin={self.margin!r}: give a share of a stage's saved bytes, at least 0, such as 0.1")
@@ -122,7 +127,7 @@ class Options:
         return [name for name, value, default in each if value is not default and (default is None or value != default)]
 
 
-SLICING = ("slice_lengths", "args_slice_spec", "kwargs_slice_spec", "target_slice_spec", "output_slice_spec")
+SLICING = ("slice_lengths", "args_slice_spec", "kwargs_slice_spec", "target_slice_spec", "output_slice_spec", "loss_of_slices")
 WAITS = ("timeout_s", "slow_s")
 TRANSPORT = (*WAITS, "transfers_at_once")
 RUNNING = (*TRANSPORT, "target_chunk_spec")

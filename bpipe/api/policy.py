@@ -16,7 +16,6 @@ from bpipe.passes.recompute import recompute, recompute_by_count
 from bpipe.plan.amounts import show_each
 from bpipe.plan.destinations import Destinations
 from bpipe.schedules import Costs, Plan, Sizes, finish
-from bpipe.skips.routes import skips_of
 
 __all__: list[str] = []
 
@@ -45,11 +44,6 @@ class Policy:
     def check(self, plan: Plan) -> None:
         """Raise unless the settings fit together, and fit a plan."""
         check_choice("by", self.by, get_args(Way))
-        if plan.flow.arguments("local") is not None and self.by != "evict":
-            raise ConfigurationError(
-                f"{plan.name} keeps gradients in their stages, and such stages do not recompute: leave by= out, and use "
-                "torch.utils.checkpoint inside a stage to keep less of a microbatch"
-            )
         given = {"parts": self.parts > 1, "to": self.to != Destinations(), "costs": self.costs is not None}
         if self.by == "recompute":
             _check_used(given, "by='recompute' evicts nothing", "leave them out")
@@ -64,10 +58,6 @@ class Policy:
             raise ConfigurationError(f"budget={self.budget!r}: give bytes, 'auto', 'lowest', or None to count microbatches")
         if self.costs is not None:
             self.costs.check(plan)
-        if skips_of(plan.flow) and self.budget is not None and self.by != "evict":
-            raise ConfigurationError(
-                f"by={self.by!r} counts no bytes of skips: give budget=None to count microbatches, or by='evict'"
-            )
         self.to.check(plan.num_ranks)
         if self.sizes is not None:
             self._check_sizes(self.sizes, plan)

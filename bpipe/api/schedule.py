@@ -18,19 +18,16 @@ from bpipe.comm.transport.base import Transport
 from bpipe.comm.transport.in_process import LoopbackTransport
 from bpipe.comm.transport.process_group import is_fake
 from bpipe.errors import ConfigurationError, PipelineBrokenError
+from bpipe.flow.shape_arguments import directions_of, has_own_losses, paths_of
 from bpipe.memory.ledger import Ledger
 from bpipe.model.call import ArgsSpec, Call, KwargsSpec, Loss, Specs
 from bpipe.model.stage import PipelineStage, stages_of
 from bpipe.not_copied import NotCopied
-from bpipe.parallel.directions import directions_of, paths_of
 from bpipe.schedules import Plan, build
-from bpipe.session.context import RankContext
+from bpipe.session.context import Cutter, RankContext
 from bpipe.session.plan_source import PlanSource
 from bpipe.session.session import Session
 from bpipe.session.side_by_side import Overlap, SideBySide
-from bpipe.skips.routes import skips_of
-from bpipe.slices.protocol import check_takes_slices, takes_past
-from bpipe.slices.slicing import Slicing
 
 __all__ = ["Schedule"]
 
@@ -105,9 +102,8 @@ class Schedule(NotCopied, TorchAttributes):
         specs = Specs.checked(args_chunk_spec, kwargs_chunk_spec, output_merge_spec, options.target_chunk_spec)
         self._skips = tuple(sorted(set(first.skips.values())))
         plan = self._make_plan(first.num_stages, first.num_stages // len(stages), n_microbatches)
-        slicing = self._make_slicing(plan, stages)
+        cutter = self._make_cutter(plan, stages)
         self._check_directions(plan, first.directions)
-        self._check_together(plan)
         self._check_placement(plan, stages)
         self._source = PlanSource(plan, self.rule)
         self.group = group = group_or_alone(first.group, plan.num_ranks)
@@ -116,7 +112,7 @@ class Schedule(NotCopied, TorchAttributes):
             stages=stages,
             loss_fn=loss_fn,
             specs=specs,
-            slicing=slicing,
+            cutter=cutter,
             scale_grads=scale_grads,
             group=group,
             transport=transport,
@@ -145,21 +141,15 @@ class Schedule(NotCopied, TorchAttributes):
         made = self._make_plan(plan.num_stages, plan.num_ranks, num_microbatches)
         return made if made.num_microbatches == num_microbatches else super()._plan_for(num_microbatches)
 
-    def _make_slicing(self, plan: Plan, stages: Mapping[int, PipelineStage]) -> Slicing | None:
-        """Return how microbatches are cut into slices; None if stages take them whole."""
-        given = values_of(self._options, SLICING).values()
-        if self._slices is None or (plan.slices == 1 and not any(takes_past(stage.submod) for stage in stages.values())):
-            if all(option is None for option in given):
-                return None
-            if self._slices is not None:
-                raise ConfigurationError("the stages take no slices, but slice_lengths or a slice spec was given: leave these out")
-            raise ConfigurationError(
-                f"{self.rule} takes whole microbatches here, but slice_lengths or a slice spec was given: leave these out, or "
-                "say how many slices there are, by slices=k or, for FromPlan, by a plan that was built with it"
-            )
-        for stage in stages.values():
-            check_takes_slices(stage.submod, f"stage {stage.stage_index}")
-        return Slicing(plan.slices, *given)
+    def _make_cutter(self, plan: Plan, stages: Mapping[int, PipelineStage]) -> Cutter:
+        """Return what cuts microbatches into slices; it leaves them whole, if stages take them so."""
+        given = {*self._options.changed()} & {*SLICING}
+        if self._slices is None and not given:
+            return Cutter()
+        from bpipe.slices.slicing import cutter_for  # loaded for schedules with slices
+
+        values = values_of(self._options, SLICING)
+        return cutter_for(plan, stages, values.values(), is_given=bool(given), may_slice=self._slices is not None)
 
     def _check_directions(self, plan: Plan, directions: int) -> None:
         needed = directions_of(plan.flow)
@@ -169,27 +159,13 @@ class Schedule(NotCopied, TorchAttributes):
                 f"{directions}: give PipelineStage(directions={needed})"
             )
         if paths_of(plan.flow):
-            raise ConfigurationError(f"{self.rule}: microbatches of this plan have paths through replicas, which bpipe.Routes runs")
-        if needed > 1 and plan.slices > 1:
-            raise ConfigurationError(f"{self.rule} has two directions and slices={plan.slices}, which no schedule runs together")
-
-    def _check_together(self, plan: Plan) -> None:
-        """Raise if a plan combines shapes that can be planned, proven and simulated together, but not run yet."""
-        has_skips, is_local = bool(skips_of(plan.flow)), plan.flow.arguments("local") is not None
-        if has_skips and plan.overlapped:
             raise ConfigurationError(
-                f"{self.rule} runs no forward beside a backward in a model with skips: leave overlapped out"
+                f"{self.rule}: microbatches of this plan have paths through replicas, whose gradients only bpipe.Routes adds up: "
+                "it plans whole microbatches in one chain"
             )
-        if has_skips and is_local:
+        if has_own_losses(plan.flow) and plan.num_stages > plan.num_ranks:
             raise ConfigurationError(
-                f"{self.rule} keeps gradients in their stages, and a skip would need one that comes back from a later stage: hand "
-                "the value on with each stage's output instead, detached"
-            )
-        again = any(map(plan.recomputed, range(plan.num_ranks)))
-        if is_local and (plan.slices > 1 or plan.overlapped or again or plan.num_stages > plan.num_ranks):
-            raise ConfigurationError(
-                f"{self.rule} keeps gradients in their stages, which takes one stage per rank, whole microbatches, no pairs and no "
-                "recomputation"
+                f"{self.rule} keeps gradients in their stages, and `losses` of a rank has those of one stage: give each rank one"
             )
 
     def _check_placement(self, plan: Plan, stages: Mapping[int, PipelineStage]) -> None:

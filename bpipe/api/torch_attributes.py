@@ -13,17 +13,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from bpipe.checks import check_choice, check_count
 from bpipe.cleanup import concise
 from bpipe.errors import ConfigurationError
+from bpipe.flow.shape_arguments import directions_of, has_own_losses, skips_of
 from bpipe.model.call import Specs
 from bpipe.model.of_torch_alone import SCHEDULE, check_missing, check_overrides
 from bpipe.model.stage import PipelineStage
-from bpipe.parallel.directions import directions_of
 from bpipe.passes.communicate import computations_only
 from bpipe.plan.plan import Plan
 from bpipe.schedules.registry import rule_named
 from bpipe.schedules.torch_csv import from_csv
 from bpipe.session.plan_source import PlanSource
 from bpipe.session.session import Session
-from bpipe.skips.routes import skips_of
 from bpipe.torch_private.distributed import action_of
 from bpipe.torch_private.release import release
 from bpipe.verifier.proof import verify
@@ -37,7 +36,7 @@ FIXED: dict[str, Callable[[Plan], object]] = {  # what a schedule was constructe
     "slices": lambda plan: plan.slices,
     "directions": lambda plan: directions_of(plan.flow),
     "skips": lambda plan: skips_of(plan.flow),
-    "local": lambda plan: plan.flow.arguments("local") is not None,
+    "local": lambda plan: has_own_losses(plan.flow),
 }
 WANTS_SEND_WAITS = release() >= (2, 15)  # torch adds them itself before
 
@@ -129,7 +128,6 @@ class TorchAttributes:
 
     @scale_grads.setter
     def scale_grads(self, value: bool) -> None:
-        self._check_takes_loss("scale_grads")
         self.session.context.scale_grads = value
 
     @property
@@ -138,13 +136,7 @@ class TorchAttributes:
 
     @_loss_fn.setter
     def _loss_fn(self, loss_fn: Callable[..., Any] | None) -> None:
-        self._check_takes_loss("_loss_fn")
         self.session.context.loss_fn = loss_fn
-
-    def _check_takes_loss(self, name: str) -> None:
-        """Raise if the loss was tried on slices, which is done once: whether their losses add up to that of a whole sequence."""
-        if self.session.context.slicing is not None:
-            raise ConfigurationError(f"{name} cannot be set on a schedule of slices: make a new schedule")
 
     @property
     def _has_backward(self) -> bool:

@@ -7,10 +7,10 @@ replaced by the gradient edge of each tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
@@ -20,15 +20,15 @@ from bpipe.torch_private.engine_and_graph import engine
 __all__: list[str] = []
 
 
+@dataclass(eq=False)
 class InputGrads:
     """The gradients of those inputs of a stage that need one, once its backward has run; None if an input was not used.
 
     All paths through these inputs lead to the anchor, a leaf; it is None if there are none.
     """
 
-    def __init__(self, size: int = 0, anchor: torch.Tensor | None = None) -> None:
-        self.gradients: list[torch.Tensor | None] = [None] * size
-        self.anchor = anchor
+    gradients: list[torch.Tensor | None] = field(default_factory=list)
+    anchor: torch.Tensor | None = None
 
 
 class _Entry(torch.autograd.Function):
@@ -60,7 +60,7 @@ def enter(tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> tup
     if not differentiable:
         return list(tensors), InputGrads()
     anchor = torch.empty(0, requires_grad=True)
-    input_grads = InputGrads(len(differentiable), anchor)
+    input_grads = InputGrads([None] * len(differentiable), anchor)
     entered = iter(_Entry.apply(input_grads, anchor, *differentiable))  # type: ignore[no-untyped-call]
     return [next(entered) if needed else tensor for tensor, needed in zip(tensors, requires_grad)], input_grads
 
@@ -70,13 +70,37 @@ def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
     return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
 
-@dataclass
-class Graph:
-    """The part of a microbatch that is kept between its forward and its backward, besides the tensors that autograd saved."""
+class Return(NamedTuple):
+    """Gradients of what has entered a graph.
 
-    edges: list[GradientEdge]  # the edges where its backward begins
-    input_grads: InputGrads  # collects the gradients of the stage's inputs
-    has_common_hooks: bool = False  # whether its forward has registered hooks that wait for the gradients of several tensors
+    Args:
+        receiver: who gets them.
+        numbers: which of the gradients that it expects they are.
+        size: how many it expects.
+    """
+
+    receiver: Any
+    numbers: Sequence[int]
+    size: int
+
+
+@dataclass(slots=True, eq=False)
+class Graph:
+    """The part of a microbatch that is kept between its forward and its backward, besides the tensors that autograd saved.
+
+    Args:
+        edges: where its backward begins.
+        input_grads: collects the gradients of the stage's inputs.
+        has_common_hooks: whether its forward has registered hooks that wait for the gradients of several tensors.
+        returns: who gets the gradients of the inputs, in their order.
+        numbers: by where values went, which of the edges are those of its tensors.
+    """
+
+    edges: list[GradientEdge]
+    input_grads: InputGrads
+    has_common_hooks: bool = False
+    returns: Sequence[Return] = ()
+    numbers: Mapping[Any, Sequence[int]] = field(default_factory=dict)
 
     def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run the whole backward."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ def loss_scale() -> float:
         its own, as there.
 
     Raises:
-        ConfigurationError: the stage takes slices, whose auxiliary losses have no one factor; in a loss function of slices there is
-            one. Or pipelines with different factors run at once in this process.
+        ConfigurationError: the stage takes slices, whose auxiliary losses have no one factor, nor has the loss of one slice
+            (`loss_of_slices`); in a loss function of whole sequences there is one. Or pipelines with different factors run at once
+            in this process; for compiled code, which cannot tell its thread, so do the ranks of a loopback over slices.
 
     Example:
         >>> import bpipe
@@ -49,12 +51,13 @@ def loss_scale() -> float:
         1.0
     """
     found = 1.0
-    for place, scale in enumerate(_RUNNING):
+    for place, scale in enumerate([one for one in _RUNNING if one.is_of_loss()] or _RUNNING):
         scale.was_asked = True
         if scale.value is None:
             raise ConfigurationError(
                 "bpipe.loss_scale(): the sequences of this pipeline are cut into slices, and a loss of a slice's own has no one "
-                "factor in that of its sequence. Return what it is made of with the stage's output, and add it up in loss_fn"
+                "factor in that of its sequence. Return what it is made of with the stage's output, and add it up in a loss_fn of "
+                "whole sequences (without loss_of_slices)"
             )
         if place and scale.value != found:
             raise ConfigurationError(
@@ -85,6 +88,11 @@ class LossScale:
 
     def __init__(self, value: float | None) -> None:
         self.value, self.was_asked = value, False
+        self.thread: int | None = None  # in which the function of one loss runs: others in this process do not count there
+
+    def is_of_loss(self) -> bool:
+        """Return whether the function of one of its losses asks."""
+        return not torch.compiler.is_compiling() and self.thread == get_ident()
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -96,16 +104,18 @@ class LossScale:
             _RUNNING.remove(self)
 
     @contextmanager
-    def of_loss(self, value: float) -> Iterator[None]:
-        """Answer with the factor of one loss, while its function runs."""
-        before, self.value = self.value, value
+    def of_loss(self, value: float | None) -> Iterator[None]:
+        """Answer with the factor of one loss, while its function runs; None if it is not known yet."""
+        before, self.value, self.thread = (self.value, self.thread), value, get_ident()
         try:
             yield
         finally:
-            self.value = before
+            self.value, self.thread = before
 
     @contextmanager
-    def noticing(self, parameters: Sequence[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]], place: str) -> Iterator[None]:
+    def noticing(
+        self, parameters: Sequence[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]], place: object
+    ) -> Iterator[None]:
         """Raise a StageError if the code inside adds to a parameter's gradient without having asked for the factor."""
         self.was_asked, before = False, list(map(_state, parameters))
         yield

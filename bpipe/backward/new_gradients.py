@@ -10,30 +10,14 @@ reducer looks for it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 
 from bpipe.memory.saved.storages import owners, shared_among, storages_of
-from bpipe.model.stage import ModuleSnapshot
 from bpipe.torch_private.owners_and_versions import address_of, base_of
 
 __all__: list[str] = []
-
-
-class NewGradients:
-    """The parameters of a rank's stages that have no gradient yet."""
-
-    def __init__(self, stages: Mapping[int, ModuleSnapshot]) -> None:
-        self._without = {
-            index: [p for p in parts.parameters if p.requires_grad and p.grad is None] for index, parts in stages.items()
-        }
-
-    def separate(self, stage: int) -> None:
-        """Separate the gradients that a backward of a stage has created, so that no two share memory."""
-        if without := self._without[stage]:
-            apart([parameter for parameter in without if parameter.grad is not None])
-            self._without[stage] = [parameter for parameter in without if parameter.grad is None]
 
 
 def apart(parameters: Sequence[torch.Tensor]) -> None:

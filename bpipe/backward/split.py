@@ -22,8 +22,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, register
 
 from bpipe.backward.autograd import Alone, InputGrads, go_on, run_backward
 from bpipe.errors import SavedTensorError, StageError
+from bpipe.memory.saved.joined import Joined
 from bpipe.memory.saved.nodes import saved_by
-from bpipe.memory.saved.stash import FORGOTTEN, Packed, Saved
+from bpipe.memory.saved.saved_tensor import FORGOTTEN, Packed, Saved
 from bpipe.torch_private.engine_and_graph import current_node
 from bpipe.torch_private.owners_and_versions import hooks_on, version_of
 
@@ -273,7 +274,7 @@ def _forget(nodes: Iterable[Node]) -> None:
     """Free the tensors that nodes have saved and that no backward will read again."""
     for node in nodes:
         for saved, data in saved_by(node):
-            if type(data) is Saved or type(data) is Packed:
+            if isinstance(data, (Saved, Packed, Joined)):
                 data.forget()
             elif isinstance(data, torch.Tensor):
                 try:

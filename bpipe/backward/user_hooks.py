@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from threading import Lock, get_ident
 from typing import Any
@@ -44,7 +44,6 @@ class UserHooks:
 
     def __init__(self, divided: Mapping[int, ModuleSnapshot], silent: Silent) -> None:
         self.num_common = 0  # hooks on several tensors that were registered in this step so far
-        self.callbacks = Callbacks()
         self._thread = get_ident()
         self.is_divided, self._silent = bool(divided), silent
         if divided:
@@ -56,6 +55,11 @@ class UserHooks:
                 self.unheard[index] = found
             else:
                 silent[index] = found
+
+    @cached_property
+    def callbacks(self) -> Callbacks:
+        """What takes the place of torch's engine, where backwards are split."""
+        return Callbacks()
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ def check_loss(loss_fn: object, what: str, **given: object) -> None:
         )
 
 
-def checked_loss(loss: Any, place: str, *, trains: bool) -> torch.Tensor:
+def checked_loss(loss: Any, place: object, *, trains: bool) -> torch.Tensor:
     """Return the loss of a microbatch or tick.
 
     Raises:

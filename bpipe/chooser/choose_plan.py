@@ -20,10 +20,10 @@ from bpipe.errors import ConfigurationError
 from bpipe.estimate import advise_inputs
 from bpipe.estimate.devices import Device
 from bpipe.estimate.execution import RECOMPUTATIONS
+from bpipe.estimate.layers import LayerCost
 from bpipe.estimate.measurement import Profile
 from bpipe.estimate.transformer import Transformer
 from bpipe.estimate.workload import AS_MEASURED, Load, MeasuredWorkload, ModelWorkload
-from bpipe.partition.layers import LayerCost
 from bpipe.passes.fit import Budgets
 from bpipe.schedules import Link, names
 from bpipe.whole_file import write_whole
@@ -89,8 +89,7 @@ def choose_plan(
             a latency; default: the device's.
         cross_link: between nodes, which needs `nodes`; default: `link`.
         nodes: the node of each rank; default: all on one.
-        by: what keeps the memory: "evict", "recompute" or "evict_or_recompute". Stages that hand values on to later ones than the
-            next do not recompute, because their bytes would not be counted exactly.
+        by: what keeps the memory: "evict", "recompute" or "evict_or_recompute".
         schedules: their names; default: all of `bpipe.schedules.names()` that hold the model once and learn the same.
         stages_per_rank: the numbers of stages to try on a rank.
         slices: the numbers of slices to try, with schedules that cut sequences; each stage must take them.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bpipe.api.known_shapes import Shapes
 from bpipe.api.loopback import LoopbackGroup
-from bpipe.api.measured_plans import MeasuredPlans, naming
+from bpipe.api.measured_plans import MeasuredPlans, MeasuredRecord, naming
 from bpipe.api.policy import Policy
 from bpipe.api.schedule import Schedule
 from bpipe.chooser.compare_plans import choose
@@ -30,16 +30,18 @@ from bpipe.device.times import DeviceTimes
 from bpipe.engine.recorder import Recorder
 from bpipe.engine.run import Observer, Run
 from bpipe.errors import AgreementError, BPipeError, BudgetError, CommError, ConfigurationError, PlanError, format_error
+from bpipe.flow.shape_arguments import holders_of
 from bpipe.memory.recent import Recent
 from bpipe.passes.fit import Budgets
+from bpipe.passes.gradient_exchanges import summing, with_sums
 from bpipe.plan.plan import Plan
-from bpipe.plan.sizes import Sizes
+from bpipe.plan.sizes import Sizes, gradients
 from bpipe.session.filler import both
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
+from bpipe.simulator.measured import Measured
 from bpipe.simulator.simulation import simulate
-from bpipe.tools.measured import Measured
 from bpipe.tools.trace_record import Origin, joined, packed, parse
 from bpipe.tools.tracing import timelines_of
 from bpipe.verifier.proof import verify
@@ -166,7 +168,7 @@ class ChosenPlans(MeasuredPlans):
         self._timed = None
         if not is_training:
             return super().plan_of(inputs, records, gather, is_training=is_training)
-        self._key = True, tuple(record.form for record in records)
+        self._key = True, tuple(one.form for one in MeasuredRecord.of(records))
         self._tracks.use(self._key, Track(self._prior.copy()))
         plan = super().plan_of(inputs, records, gather, is_training=is_training)
         shapes, track = self._latest, self._tracks[self._key]
@@ -332,8 +334,11 @@ class ChosenPlans(MeasuredPlans):
 
     def _choose(self, track: Track, sizes: Sizes, budgets: Budgets) -> Choice:
         base, wishes = self._base, self._wishes
+        holders = holders_of(base.flow)
+        taken = [_exchanged_bytes(base, sizes, rank) for rank in range(base.num_ranks)]
+        budgets = tuple(None if limit is None else limit - own for limit, own in zip(budgets, taken))
         question = StagesQuestion(
-            flow=base.flow,
+            flow=summing(base.flow, ()),
             costs=track.known.costs(sizes),
             sizes=sizes,
             budgets=budgets,
@@ -341,7 +346,17 @@ class ChosenPlans(MeasuredPlans):
             by=wishes.by,
             schedules=(base.name,) if track.keeps_order else wishes.schedules,
         )
-        return choose(question, effort=0 if track.keeps_order else wishes.effort, seed=wishes.seed, progress=self._told)
+        choice = choose(question, effort=0 if track.keeps_order else wishes.effort, seed=wishes.seed, progress=self._told)
+        if not holders:
+            return choice
+        plan = with_sums(choice.plan, holders)
+        return replace(choice, plan=plan, device_peak_bytes=plan.device_peak_bytes)
+
+
+def _exchanged_bytes(plan: Plan, sizes: Sizes, rank: int) -> int:
+    """Return the most bytes of gradients that a rank exchanges at once."""
+    own = [(stage, part) for stage, part in plan.flow.exchanges if plan.stage_ranks[stage] == rank]
+    return sum(sizes.at(stage, 0)[gradients(part)].num_bytes for stage, part in own)
 
 
 def _steps(times: Sequence[bytes]) -> list[Measured]:

@@ -248,8 +248,6 @@ def _nothing_fits(tried: Sequence[Tried]) -> str:
     nearest = min(tried, key=excess)
     able = nearest.way.setting
     also = ", or options=Options(host=True)" * (able.evicts and able.to.host == "no")
-    if nearest.way.order.flow.has_asides and not able.evicts:
-        also = ", or by='evict': stages that hand values on to later ones than the next do not recompute within a budget"
     inside = ", recomputation inside layers" * (not nearest.way.layout.load.recomputation)
     return (
         f"no plan was found that keeps the budgets, of {len(tried)} ways; the nearest is {nearest.name}, where "

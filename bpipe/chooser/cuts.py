@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bpipe.partition.cut_search import Cost, Ends, improved, most_alike, narrowest, pieces
-from bpipe.partition.layers import Chain
+from bpipe.estimate.cut_search import Cost, Ends, improved, most_alike, narrowest, pieces
+from bpipe.estimate.layers import Chain
 from bpipe.passes.fit import Budgets
 
 __all__: list[str] = []

@@ -12,7 +12,7 @@ from bpipe.estimate.calibrate import LINKS, SECONDS_OF, calibrated
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import OUT, Sizes
 from bpipe.simulator.costs import Costs, Link
-from bpipe.tools.measured import Measured
+from bpipe.simulator.measured import Measured
 
 __all__: list[str] = []
 

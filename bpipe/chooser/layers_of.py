@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from bpipe.checks import is_count
 from bpipe.errors import ConfigurationError
+from bpipe.estimate.layers import LayerCost
 from bpipe.estimate.workload import AS_MEASURED, Load, Workload
-from bpipe.partition.layers import LayerCost
 
 __all__: list[str] = []
 

@@ -8,11 +8,11 @@ from functools import cached_property, partial
 
 from bpipe.api.policy import Way
 from bpipe.chooser.cuts import cuts_of
+from bpipe.estimate.cut_search import pieces
 from bpipe.estimate.even_slices import even_shares
 from bpipe.estimate.workload import Links, Load, Workload
 from bpipe.flow.flow import Flow
 from bpipe.flow.shaping import shaped
-from bpipe.partition.cut_search import pieces
 from bpipe.passes.fit import Budgets
 from bpipe.passes.setting import Setting
 from bpipe.plan.destinations import Destinations
@@ -140,13 +140,13 @@ def _handing_on(values: tuple[tuple[int, ...], ...], flow: Flow) -> Flow:
 
 def _with_amounts(sizes: Sizes, values: Values, results_bytes: int) -> Sizes:
     """Return sizes with the values that stages hand on, and what the last one returns for a microbatch, which is no message."""
-    k = len(sizes.by_slice)
+    k = len(sizes.by_unit)
     found: dict[int, list[Amount]] = {len(sizes.stages) - 1: [Amount(OUT, results_bytes // k)]}
     for stages, value in values.items():
         for stage in stages:
             joint, gradient = value.joint // k * (stage == stages[0]), value.gradient_bytes // k
             found.setdefault(stage, []).append(Amount(value.name, value.num_bytes // k, joint=joint, gradient=gradient))
-    slices = (tuple(one.with_amounts(*found.get(stage, ())) for stage, one in enumerate(stages)) for stages in sizes.by_slice)
+    slices = (tuple(one.with_amounts(*found.get(stage, ())) for stage, one in enumerate(stages)) for stages in sizes.by_unit)
     return Sizes.of_slices(slices, static=sizes.static)
 
 
@@ -175,7 +175,7 @@ class StagesQuestion:
     @property
     def slices(self) -> tuple[int, ...]:
         """The number of slices that the stages run in, alone."""
-        return (self.flow.slices,)
+        return (int(self.flow.units),)
 
     @property
     def num_ranks(self) -> int:

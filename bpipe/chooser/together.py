@@ -61,7 +61,7 @@ class Together:
         """Return sizes that cover those of all replicas, and the least of their budgets."""
         if self._ranks is None:
             return sizes, budgets
-        own = encode(_Needs(tuple(zip(*sizes.by_slice)), sizes.static, budgets))  # slices that are all alike are given once
+        own = encode(_Needs(tuple(zip(*sizes.by_unit)), sizes.static, budgets))  # slices that are all alike are given once
         given = [decode(_Needs, data, f"list of sizes of replica {replica}", inf) for replica, data in enumerate(self.gather(own))]
         if len({len(one.stages) for one in given}) > 1:
             raise CommError("replicas have different stages")

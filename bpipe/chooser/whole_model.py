@@ -18,12 +18,12 @@ from bpipe.chooser.question import ModelQuestion
 from bpipe.comm.transport.process_group import rank_and_size
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import AgreementError, ConfigurationError, format_error
+from bpipe.estimate.layers import LayerCost
 from bpipe.estimate.workload import Load
 from bpipe.logs import RankLog
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.pytree import mapped
 from bpipe.model.stage import PipelineStage
-from bpipe.partition.layers import LayerCost
 from bpipe.partition.measure import measure_layers
 from bpipe.partition.model_split import split_model
 from bpipe.partition.split_check import DifferenceError, compare

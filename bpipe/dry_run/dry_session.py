@@ -5,20 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bpipe.api.report import Report
 from bpipe.comm.health.agreement import StepRecord
 from bpipe.dry_run.absent_peers import AbsentPeers
 from bpipe.dry_run.fake_transport import FakeTransport
 from bpipe.engine.run import Run
 from bpipe.errors import CommError, ConfigurationError
+from bpipe.flow.shape_arguments import skips_of
 from bpipe.logs import LOG
 from bpipe.model.call import Call
+from bpipe.model.ties import is_summed, tied_in
 from bpipe.plan.plan import Plan
 from bpipe.schedules import Op
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import Gather, PlanSource
+from bpipe.session.prepare import sums_shared
+from bpipe.session.report import Report
 from bpipe.session.session import PreparedStep, Session
-from bpipe.skips.routes import skips_of
 from bpipe.torch_private.modes import dispatch_modes
 
 __all__: list[str] = []
@@ -56,7 +58,14 @@ class DrySession(Session):
                 "a step under FakeTensorMode cannot be counted, because FakeTensors have no memory of their own: over a fake "
                 "process group use real tensors, such as small ones on the CPU"
             )
-        for what, is_there in (("slices of sequences", plan.slices > 1), ("skips between stages", bool(skips_of(plan.flow)))):
+        tied = (one.parameter for i, stage in self.context.stages.items() for one in tied_in(stage.submod, i))
+        exchanges = plan.has_backward and sums_shared(plan, self.context.transport)
+        unheard = {
+            "slices of sequences": plan.slices > 1,
+            "skips between stages": bool(skips_of(plan.flow)),
+            "weights that its stages may share with others": exchanges and any(w.requires_grad and not is_summed(w) for w in tied),
+        }
+        for what, is_there in unheard.items():
             if is_there:
                 raise ConfigurationError(
                     f"rank {rank} of a fake process group cannot step {self.source.rule} with {what}: no other rank says what it "
@@ -84,7 +93,7 @@ class DrySession(Session):
         super().finish(step, run, started)
         self._fake.peers = None
         if step.is_training:
-            sizes = run.evictions.settled(run.plan.slices).values()
+            sizes = run.evictions.settled().values()
             self._evicted_bytes = max(one.movable for of_stage in sizes for one in of_stage)
 
     @property
@@ -98,8 +107,9 @@ class DrySession(Session):
         plan = self.source.plan
         others = (rank for rank in range(size) if rank != self.context.plan_rank)
         holders = [self.context.plan_rank if rank == self._fake.rank else next(others) for rank in range(size)]
+        rooms = tuple(one for one in own.rooms if not one.is_by_stage)
         return [
-            own if rank == self._fake.rank else own._replace(stages=tuple(plan.stages_of(holder)), weights=())
+            own if rank == self._fake.rank else own._replace(stages=tuple(plan.stages_of(holder)), rooms=rooms)
             for rank, holder in enumerate(holders)
         ]
 

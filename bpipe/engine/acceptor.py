@@ -10,10 +10,10 @@ from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.comm.wire import header
 from bpipe.comm.wire.header import Subject
 from bpipe.device import Stream, on_stream
-from bpipe.engine.microbatch_state import MicrobatchState, PostedTransfer
+from bpipe.engine.microbatch_state import MicrobatchState, PostedTransfer, StoredPart
 from bpipe.engine.traffic import Traffic
 from bpipe.memory.remote_buffers import RemoteBuffers
-from bpipe.plan.action import Action, channel_of
+from bpipe.plan.action import Action, Op, channel_of
 
 __all__: list[str] = []
 
@@ -31,22 +31,22 @@ class Acceptor:
         self.microbatches = traffic.microbatches
 
     def accept(self, action: Action, state: MicrobatchState) -> None:
-        channel, remote = channel_of(action.op, self._traffic.rank, action.peer), (action.stage, action.microbatch, action.part)
+        channel, remote = channel_of(action.op, self._traffic.rank, action.peer), action[1:4]
         data = self._traffic.transport.receive_header(channel)
         sizes = header.unpack_eviction(data, Subject(self._traffic.step, action.stage, action.microbatch), action.part)
-        parts = state.kept[action.part] = self._buffers.take(remote, sizes)
-        state.transfers[action.op, action.part] = PostedTransfer(self._traffic.transport.receive(channel, parts))
-
-    def complete_accept(self, action: Action, state: MicrobatchState) -> None:
-        self._traffic.wait(state, action)
+        messages = self._buffers.take(remote, sizes)
+        transfer = PostedTransfer(self._traffic.transport.receive(channel, messages))
+        state.stored[action.part] = StoredPart(messages, {(action.op, action.part): transfer})
 
     def return_(self, action: Action, state: MicrobatchState) -> None:
-        parts = state.kept.pop(action.part)
-        transfer = self._traffic.transport.send(channel_of(action.op, self._traffic.rank, action.peer), parts)
-        state.transfers[action.op, action.part] = PostedTransfer(transfer)
+        channel, stored = channel_of(action.op, self._traffic.rank, action.peer), state.stored[action.part]
+        stored.transfers[action.op, action.part] = PostedTransfer(self._traffic.transport.send(channel, stored.messages))
 
-    def complete_return(self, action: Action, state: MicrobatchState) -> None:
-        self._traffic.wait(state, action)
+    def complete(self, action: Action, state: MicrobatchState) -> None:
+        """Wait for what an action has begun."""
+        self._traffic.wait(state.stored[action.part].transfers, action)
+        if action.op is Op.WAIT_RETURN:
+            del state.stored[action.part]
 
 
 class AcceptorThread(threading.Thread):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.autograd.graph import GradientEdge
 
+from bpipe.backward.autograd import Graph
 from bpipe.comm.transport.base import Transfer
 from bpipe.comm.wire import header
 from bpipe.comm.wire.header import Subject
-from bpipe.engine.microbatch_state import MicrobatchState, PostedTransfer
+from bpipe.engine.conventions import Call
+from bpipe.engine.microbatch_state import MemoryState, MicrobatchState, PostedTransfer
 from bpipe.engine.remembered import Memory
+from bpipe.engine.setup import Setup
 from bpipe.engine.traffic import Traffic
 from bpipe.errors import StageError
 from bpipe.memory.ledger import Account, Key, Kind, Ledger
@@ -22,7 +25,7 @@ from bpipe.memory.saved.known import Known
 from bpipe.memory.saved.nodes import nodes_behind
 from bpipe.memory.saved.originals import give_originals
 from bpipe.memory.saved.recomputed import kept_by_checkpoints
-from bpipe.memory.saved.shown import shown_by
+from bpipe.memory.saved.shown import Shown, shown_by
 from bpipe.memory.saved.stash import Stash, StashContents
 from bpipe.memory.saved.storages import MessageBytes, storages_of
 from bpipe.memory.stores import Store
@@ -35,7 +38,7 @@ from bpipe.torch_private.owners_and_versions import address_of
 
 __all__: list[str] = []
 
-NOTHING = Footprint(0, 0, 0)
+NOTHING, NO_MESSAGE = Footprint(0, 0, 0), MessageBytes.of([])
 FOLLOWED = "only microbatches with a stash are evicted"
 
 
@@ -64,96 +67,79 @@ class Evictions:
     """The saved tensors of one rank's microbatches during one step.
 
     Args:
-        traffic: this rank's transfers.
-        followed: the microbatches that the plan evicts.
+        setup: of the step.
         memory: the footprints measured so far; microbatches of a new or changed kind add to them.
-        find_non_activations: returns the storages that are not activations, with the kind of each.
         returned: the tensors that the step will return to the user; it grows during the step.
-        num_parts: how many parts the plan gives the microbatches of each stage; 0 if it does not say.
     """
 
-    def __init__(
-        self,
-        traffic: Traffic,
-        followed: Iterable[Key],
-        memory: Memory,
-        find_non_activations: Callable[[], dict[int, str]],
-        returned: Sequence[torch.Tensor],
-        num_parts: Mapping[int, int],
-    ) -> None:
+    def __init__(self, setup: Setup, memory: Memory, returned: Sequence[torch.Tensor]) -> None:
         self.ledger = Ledger()
-        self._traffic, self._followed, self._memory = traffic, set(followed), memory
-        self._find_non_activations, self._returned, self._num_parts = find_non_activations, returned, num_parts
+        self._setup, self._traffic, self._memory, self._returned = setup, setup.traffic, memory, returned
+        self._followed = setup.plan.evicted(setup.rank)
+        self._num_parts = {stage: setup.plan.num_parts(stage) for stage in setup.stages}
         memory.tidy()
         self._new: set[Kind] = set()  # kinds that no earlier step has measured
-        self._latest: dict[int, MicrobatchState] = {}  # by stage, the latest followed one whose backward has not begun
+        self._latest: dict[int, MemoryState] = {}  # by stage, that of the latest followed one whose backward has not begun
 
-    def follow(self, action: Action, state: MicrobatchState, shapes: str, received: object) -> Stash | None:
-        """Return a stash for a microbatch that will be evicted, or whose kind is new or has varied; None for any other.
-
-        Args:
-            action: its forward.
-            state: the microbatch.
-            shapes: a description of its inputs.
-            received: the pytree of tensors that the previous stage has sent.
-        """
-        key = action.stage, action.microbatch
-        account = state.account = self.ledger.open(key, (action.stage, shapes))
-        kind, state.num_nodes = account.kind, num_nodes_made()
-        known = self._memory.kind(kind)
+    def follow(self, call: Call) -> MemoryState:
+        """Enter a microbatch in the ledger, and give its call a stash if it will be evicted, or its kind is new or has varied."""
+        stage, key = call.state.stage, (call.state.stage, call.state.microbatch)
+        account = self.ledger.accounts[key] = Account((stage, call.shapes))
+        memory = call.state.memory = MemoryState(account, num_nodes_made())
+        known, kind = self._memory.kind(account.kind), account.kind
         if known is None:
             self._new.add(kind)
         elif not (key in self._followed or kind in self._new or known.is_watched):
-            return None
+            return memory
         account.is_measured = True
-        device = self._traffic.transport.device
         is_cut = known is not None and kind not in self._new
         # No more parts than in the plan, which may come from an earlier measurement.
-        cuts = known.cuts[: self._most_parts(action.stage) - 1] if known and is_cut else None
-        state.received_bytes = MessageBytes.of(tensors_in(received) if received else ())
-        stash = Stash(state.name, self._find_non_activations(), device, cuts)
-        if received and action.stage - 1 in self._traffic.stages:
-            stash.borrow(tensors_in(received))
-        return stash
+        cuts = known.cuts[: self._most_parts(stage) - 1] if known and is_cut else None
+        memory.received_bytes = MessageBytes.of(tensors_in(call.received)) if call.received else NO_MESSAGE
+        memory.stash = call.stash = Stash(call.state.name, self._setup.non_activations, self._traffic.transport.device, cuts)
+        for one in call.incoming:
+            if one.is_borrowed:
+                call.stash.borrow(one.present.values())
+        return memory
 
     def _most_parts(self, stage: int) -> int:
         """Return the most parts in which a microbatch may move: no more than the plan has."""
         return self._num_parts[stage] or self._memory.most_parts.get(stage, 1)
 
-    def after_forward(self, state: MicrobatchState, stash: Stash | None, edges: Iterable[GradientEdge]) -> None:
-        """Enter a microbatch in the ledger, with its measured footprint or with one measured before.
+    def after_forward(self, state: MicrobatchState, graph: Graph) -> None:
+        """Count what a microbatch has saved, or what one measured before has."""
+        memory = _memory(state)
+        if memory.stash is None:
+            found = self._unfollowed(memory, state, graph.edges)
+        else:
+            is_watched = self._is_watched(memory.account.kind)
+            found = self._followed_now(memory, memory.stash, graph.edges, is_watched=is_watched)
+            if is_watched:
+                self._look_behind(state.stage, memory)
+        self.ledger.forward(memory.account, found)
+        memory.lent, memory.value_bytes = [], {}
+        if memory.left_bytes:
+            self.ledger.left(-memory.left_bytes)
 
-        Args:
-            state: the microbatch.
-            stash: the stash that followed it, or None.
-            edges: the gradient edges of the stage's outputs.
-        """
-        account = _account(state)
-        found = self._unfollowed(state, account, edges) if stash is None else self._followed_now(state, account, stash, edges)
-        self.ledger.forward(account, found)
-        state.lent, state.value_bytes = [], {}
-        if state.left_bytes:
-            self.ledger.left(-state.left_bytes)
-            state.left_bytes = 0
-
-    def after_first_forward(self, state: MicrobatchState, shapes: str) -> None:
+    def enter_left(self, stage: int, shapes: str) -> int:
         """Enter the state that a slice has left which will run forward again, with what was measured of slices of its kind."""
-        known = self._memory.kinds.get((state.stage, shapes))
-        if known is not None:
-            state.left_bytes = known.footprint.sizes()[STATE].num_bytes
-            self.ledger.left(state.left_bytes)
+        known = self._memory.kinds.get((stage, shapes))
+        found = 0 if known is None else known.footprint.sizes()[STATE].num_bytes
+        self.ledger.left(found)
+        return found
 
-    def _unfollowed(self, state: MicrobatchState, account: Account, edges: Iterable[GradientEdge]) -> Footprint:
+    def _unfollowed(self, memory: MemoryState, state: MicrobatchState, edges: Iterable[GradientEdge]) -> Footprint:
         """Return the footprint of a microbatch that was not followed: that of earlier ones whose graphs have as many nodes.
 
         If there are none, and now and then as a sample, its graph is measured. If there are none and the graph does not show
         everything, nothing is counted: peaks are lower bounds then.
         """
-        num_nodes, known = num_nodes_made() - state.num_nodes, self._memory.kinds[account.kind]
+        account = memory.account
+        num_nodes, known = num_nodes_made() - memory.num_nodes, self._memory.kinds[account.kind]
         is_known = known.is_like_latest(num_nodes)
         if is_known and not known.is_sample():
             return known.footprint
-        shown = shown_by(nodes_behind(edges), self._find_non_activations(), state.name)
+        shown = shown_by(nodes_behind(edges), self._setup.non_activations, state.name)
         if shown.is_all:
             account.is_measured = True
             return known.found(num_nodes, shown)
@@ -163,78 +149,78 @@ class Evictions:
         known.differed()
         return NOTHING
 
-    def _followed_now(self, state: MicrobatchState, account: Account, stash: Stash, edges: Iterable[GradientEdge]) -> Footprint:
+    def _followed_now(self, memory: MemoryState, stash: Stash, edges: Iterable[GradientEdge], *, is_watched: bool) -> Footprint:
         """Measure the footprint of a followed microbatch, through its stash."""
-        kind, stage, most_parts = account.kind, state.stage, self._most_parts(state.stage)
-        known, is_watched = self._memory.kinds.get(kind), self._is_watched(kind)
-        num_nodes, shown = num_nodes_made() - state.num_nodes, None
+        account, known = memory.account, self._memory.kinds.get(memory.account.kind)
+        memory.followed = num_nodes_made() - memory.num_nodes, self._seen_in_graph(known, stash, edges, is_watched=is_watched)
+        if memory.lent:
+            stash.lend(memory.lent)
+        most_parts, contents = self._most_parts(account.kind[0]), self._contents(stash)
+        stash.settle(contents, most_parts)
+        footprint = self._footprint(memory, stash, contents)
+        self.ledger.seen(contents)
+        has_kept = bool(stash.kept or stash.cached)
+        if known is None:
+            self._memory.kinds[account.kind] = Known.first(footprint, stash.cuts, has_kept=has_kept)
+        else:
+            known.has_kept |= has_kept
+            known.cuts = max(known.cuts, tuple(stash.cuts), key=len)
+        account.is_followed = True
+        return footprint
+
+    def _seen_in_graph(self, known: Known | None, stash: Stash, edges: Iterable[GradientEdge], *, is_watched: bool) -> Shown | None:
+        """Find what no hook has seen in a followed microbatch's graph; return what the graph shows, if its kind is watched."""
         nodes = nodes_behind(edges)
         give_originals(nodes)
         if is_watched or known is None or known.has_kept:
             stash.cached, kept = kept_by_checkpoints(nodes)
             stash.kept = [*kept_by_functions(nodes, stash.name), *kept]
-        if is_watched:
-            shown = shown_by(nodes, self._find_non_activations(), stash.name)
-        del nodes
-        if stage + 1 in self._traffic.stages or state.lent:
-            behind = self._traffic.result_of(stage, state.microbatch) if stage + 1 in self._traffic.stages else []
-            stash.lend([*behind, *state.lent])
-            del behind
-            state.lent = []
-        if state.left is not None:
-            stash.leave(state.left.tensors)
-        contents = stash.contents(self._returned, self._traffic.microbatches.tensors())
-        stash.settle(contents, most_parts)
-        footprint = self._footprint(state, stash, contents)
-        self.ledger.seen(contents)
-        del contents  # `_look_behind` counts the owners of storages that the previous microbatch may share with this one
-        has_kept = bool(stash.kept or stash.cached)
-        if known is None:
-            self._memory.kinds[kind] = Known.first(footprint, stash.cuts, has_kept=has_kept)
-        else:
-            known.has_kept |= has_kept
-            known.cuts = max(known.cuts, tuple(stash.cuts), key=len)
-        state.stash, state.followed, account.is_followed = stash, (num_nodes, shown), True
-        if is_watched:
-            self._look_behind(state)
-        return footprint
+        return shown_by(nodes, self._setup.non_activations, stash.name) if is_watched else None
+
+    def _contents(self, stash: Stash) -> StashContents:
+        """Look at what a microbatch holds now."""
+        return stash.contents(self._returned, self._traffic.microbatches.tensors())
 
     def _is_watched(self, kind: Kind) -> bool:
         """Return whether microbatches of a kind are measured as often as something could have changed."""
         return kind in self._new or self._memory.kinds[kind].is_watched
 
-    def _look_behind(self, state: MicrobatchState) -> None:
+    def _look_behind(self, stage: int, memory: MemoryState) -> None:
         """Measure the previous microbatch of a stage again: the module may have released tensors that both owned."""
-        before = self._latest.get(state.stage)
-        self._latest[state.stage] = state
+        before = self._latest.get(stage)
+        self._latest[stage] = memory
         if before is None or before.stash is None or before.evicted:
             return
-        if _account(before).known_footprint.shared_bytes:
+        if before.account.known_footprint.shared_bytes:
             self._look(before, before.stash)
 
-    def _look(self, state: MicrobatchState, stash: Stash) -> None:
-        contents = stash.contents(self._returned, self._traffic.microbatches.tensors())
-        self.ledger.seen_again(_account(state), contents, stash.part_sizes(contents))
+    def _look(self, memory: MemoryState, stash: Stash) -> None:
+        contents = self._contents(stash)
+        self.ledger.seen_again(memory.account, contents, stash.part_sizes(contents))
 
-    def returned(self, state: MicrobatchState, result: object) -> None:
-        """Note the result of a followed microbatch that will not be sent: of a stage with a loss, or of a second forward."""
-        state.returned_bytes = MessageBytes.of(tensors_in(result))
+    def returned(self, call: Call) -> None:
+        """Note the result of a followed microbatch of a stage with a loss, which will not be sent."""
+        memory, output = _memory(call.state), call.state.output
+        memory.returned_bytes = MessageBytes.of(tensors_in([call.result, call.loss if output is None else ()]))
+        memory.loss_bytes = None if output is None else output.loss_bytes
 
-    def _footprint(self, state: MicrobatchState, stash: Stash, contents: StashContents) -> Footprint:
+    def _footprint(self, memory: MemoryState, stash: Stash, contents: StashContents) -> Footprint:
         """Return the footprint of a microbatch, including its messages."""
-        received, results = state.received_bytes, state.returned_bytes
+        received, sent, results = memory.received_bytes, memory.sent_bytes, memory.returned_bytes
         assert received is not None, "its input was counted when it began to be followed"
-        message = self._traffic.result_of(state.stage, state.microbatch)
-        is_both = bool(message) and results is not None  # its output is sent, and its prediction is not
-        sent = results if results is not None and not is_both else MessageBytes.of(message)
-        del message
-        beside = results if results is not None and is_both else MessageBytes.of([])
-        state.received_bytes = state.returned_bytes = None
-        own, footprint = contents.own, footprint_of(contents)
+        beside = results or NO_MESSAGE  # a result that is not sent, although an output is
+        if not sent or not sent.storages:
+            sent, beside = results or NO_MESSAGE, NO_MESSAGE
+        memory.received_bytes = memory.sent_bytes = memory.returned_bytes = None
+        own, footprint, parts = contents.own, footprint_of(contents), stash.part_sizes(contents)
         messages = [Amount(name, one.num_bytes, one.among(own)) for name, one in ((IN, received), (OUT, sent), (LOSS, beside))]
-        values, state.value_bytes = sorted(state.value_bytes.items()), {}
+        if memory.loss_bytes is not None:  # gradients of results are there before the backward, among what is left
+            came, out, loss = messages
+            more = loss.num_bytes + memory.loss_bytes
+            messages = [came, out._replace(gradient=0), loss._replace(num_bytes=more, gradient=0)]
+        values = sorted(memory.value_bytes.items())
         messages += [amount_of(name, value, gradient, own, sent) for name, (value, gradient) in values]
-        return footprint._replace(parts=stash.part_sizes(contents), amounts=(*footprint.amounts, *messages))
+        return footprint._replace(parts=parts, amounts=(*footprint.amounts, *messages))
 
     def predicted(self) -> dict[Key, Footprint]:
         """Return the footprint of each microbatch, assuming that it is like the measured ones of its kind."""
@@ -257,13 +243,14 @@ class Evictions:
         """Return the stages with microbatches of one kind that took different amounts of memory in this step."""
         return {stage for stage, _ in self._varying()}
 
-    def settled(self, num_slices: int) -> dict[int, tuple[StageSizes, ...]]:
-        """Return, for each stage and slice, sizes that cover this step's microbatches as they were before their backward."""
-        kinds: dict[int, list[dict[Kind, None]]] = {}  # of each stage, by slice
+    def settled(self) -> dict[int, tuple[StageSizes, ...]]:
+        """Return, for each stage and unit of a microbatch, sizes that cover this step's as they were before their backward."""
+        kinds: dict[int, list[dict[Kind, None]]] = {}  # of each stage, by unit of a microbatch
+        k = self._setup.plan.units
         for (stage, unit), account in self.ledger.accounts.items():
-            kinds.setdefault(stage, [{} for _ in range(num_slices)])[unit % num_slices][account.kind] = None
+            kinds.setdefault(stage, [{} for _ in range(k)])[unit % k][account.kind] = None
         known = self._memory.kinds
-        return {stage: covering([[known[one].expected.sizes() for one in of] for of in slices]) for stage, slices in kinds.items()}
+        return {stage: covering([[known[one].expected.sizes() for one in of] for of in units]) for stage, units in kinds.items()}
 
     def measured(self) -> dict[Key, Footprint]:
         """Return the footprints of the microbatches that were measured in this step.
@@ -294,11 +281,11 @@ class Evictions:
 
     def before_backward(self, state: MicrobatchState) -> None:
         """Measure a microbatch whose kind is watched once more: by now only autograd should own its saved tensors."""
-        stash = state.stash
-        if self._latest.get(state.stage) is state:
+        memory = _memory(state)
+        if self._latest.get(state.stage) is memory:
             del self._latest[state.stage]  # its backward frees memory: a later look would not show its full footprint
-        if stash is not None and self._is_watched(_account(state).kind):
-            self._look(state, stash)
+        if memory.stash is not None and self._is_watched(memory.account.kind):
+            self._look(memory, memory.stash)
 
     def after_backward_input(
         self, state: MicrobatchState, gradients: Iterable[torch.Tensor], *, is_idle: bool, is_whole: bool = False
@@ -311,7 +298,7 @@ class Evictions:
             is_idle: no gradient came, so nothing remains to be done for it; or it does not show what others of its kind keep.
             is_whole: its backward ran as a whole and keeps nothing, unlike others of its kind.
         """
-        stash, account = state.stash, _account(state)
+        stash, account = (memory := _memory(state)).stash, memory.account
         known, own = self._memory.kinds[account.kind], account.known_footprint
         between = known.footprint.between_bytes
         if is_idle:
@@ -321,7 +308,7 @@ class Evictions:
         elif stash is not None and (
             between is None or own.num_bytes != known.footprint.num_bytes or self._is_watched(account.kind)
         ):
-            left = stash.contents(self._returned, self._traffic.microbatches.tensors())
+            left = self._contents(stash)
             waiting = sum({address_of(s): s.nbytes() for gradient in gradients for s in storages_of(gradient)}.values())
             between = left.own_bytes + left.borrowed_bytes + waiting
         elif is_whole:
@@ -333,30 +320,30 @@ class Evictions:
 
     def handed_back(self, state: MicrobatchState, given_bytes: int, collected_bytes: int) -> None:
         """Count what a slice's backward has given to the states of earlier slices, and what it has taken of later ones."""
-        self.ledger.handed_back(_account(state), given_bytes, collected_bytes)
+        self.ledger.handed_back(_memory(state).account, given_bytes, collected_bytes)
 
     def after_backward(self, state: MicrobatchState) -> None:
-        account = _account(state)
-        footprint = account.footprint
-        if state.stash is not None and state.followed is not None and footprint is not None:
+        memory = _memory(state)
+        account, footprint = memory.account, memory.account.footprint
+        if memory.stash is not None and memory.followed is not None and footprint is not None:
             if account.is_idle:
                 footprint = footprint._replace(between_bytes=None)
-            self._memory.kinds[account.kind].saw(footprint, *state.followed)
-        state.stash = None
+            self._memory.kinds[account.kind].saw(footprint, *memory.followed)
+        memory.stash = None
         self.ledger.backward(account)
 
     def evict(self, action: Action, state: MicrobatchState) -> None:
-        traffic = self._traffic
-        stash, account = state.stash, _account(state)
+        memory = _memory(state)
+        stash = memory.stash
         assert stash is not None, FOLLOWED
-        contents = stash.contents(self._returned, traffic.microbatches.tensors())
-        if not state.evicted:
-            self.ledger.seen_again(account, contents, stash.part_sizes(contents))
-        bundle = state.evicted[action.part] = Bundle(stash.send_away(contents, action.part), stash.name)
+        contents = self._contents(stash)
+        if not memory.evicted:
+            self.ledger.seen_again(memory.account, contents, stash.part_sizes(contents))
+        bundle = memory.evicted[action.part] = Bundle(stash.send_away(contents, action.part), stash.name)
         if self._memory.planned is not None:
             self._check_planned(action, bundle, self._memory.planned(action))
         messages = bundle.messages()
-        state.transfers[action.op, action.part] = PostedTransfer(self._store_of(action).put(action[1:4], messages))
+        memory.transfers[action.op, action.part] = PostedTransfer(self._store_of(action).put(action[1:4], messages))
         if action.peer == HOST:
             self.ledger.stored(bundle.num_bytes)
         else:
@@ -374,27 +361,30 @@ class Evictions:
             )
 
     def complete_evict(self, action: Action, state: MicrobatchState) -> None:
-        self._traffic.wait(state, action)  # first: it releases the messages, which own the storages that `empty` checks
-        bundle = state.evicted[action.part]
+        memory = _memory(state)
+        self._traffic.wait(memory.transfers, action)  # first: it releases the messages, which own the storages that `empty` checks
+        bundle = memory.evicted[action.part]
         bundle.empty()
         self.ledger.evicted(action, bundle.num_bytes)
 
     def load(self, action: Action, state: MicrobatchState) -> None:
-        bundle = state.evicted[action.part]
-        messages = state.refilled[action.part] = bundle.refill()
+        memory = _memory(state)
+        bundle = memory.evicted[action.part]
+        messages = memory.refilled[action.part] = bundle.refill()
         self.ledger.loading(action, bundle.num_bytes)
-        state.transfers[action.op, action.part] = PostedTransfer(self._store_of(action).get(action[1:4], messages))
+        memory.transfers[action.op, action.part] = PostedTransfer(self._store_of(action).get(action[1:4], messages))
 
     def complete_load(self, action: Action, state: MicrobatchState) -> None:
-        self._traffic.wait(state, action)
-        bundle = state.evicted.pop(action.part)
-        bundle.scatter(state.refilled.pop(action.part))
+        memory = _memory(state)
+        self._traffic.wait(memory.transfers, action)
+        bundle = memory.evicted.pop(action.part)
+        bundle.scatter(memory.refilled.pop(action.part))
         if action.peer == HOST:
             self.ledger.stored(-bundle.num_bytes)
-        assert state.stash is not None, FOLLOWED
-        state.stash.take_back(action.part)
+        assert memory.stash is not None, FOLLOWED
+        memory.stash.take_back(action.part)
 
 
-def _account(state: MicrobatchState) -> Account:
-    assert state.account is not None, "a microbatch is entered in the ledger when its forward begins"
-    return state.account
+def _memory(state: MicrobatchState) -> MemoryState:
+    assert state.memory is not None, "a microbatch is entered in the ledger when its forward begins"
+    return state.memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Container, Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping
 
 import torch
 
@@ -12,30 +12,19 @@ from bpipe.comm.wire.header import Subject
 from bpipe.comm.wire.message import MessageSpec, on_the_wire
 from bpipe.comm.wire.note import can_tell, needing, read_note, renewed, with_more, with_note
 from bpipe.device import check_fits
-from bpipe.engine.microbatch_state import Message, MicrobatchState, PostedTransfer, Versions
-from bpipe.engine.traffic import Traffic
+from bpipe.engine.microbatch_state import EdgeState, Message, MicrobatchState, PostedTransfer, Transfers, versions_of
+from bpipe.engine.setup import Setup
+from bpipe.engine.stage_links import Way, links_in
 from bpipe.errors import CommError, StageError
 from bpipe.plan.action import START_OF, WAIT_OF, channel_of
-from bpipe.schedules import Action, Channel, Op, Plan, Purpose
-from bpipe.skips.routes import routes_in
+from bpipe.schedules import Action, Channel, Op, Purpose
 from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
 
-BOUNDARY = {  # the purpose of the message, and the distance from the acting stage back to the earlier one of both
-    Op.SEND_F: (Purpose.FORWARD, 0),
-    Op.RECV_F: (Purpose.FORWARD, 1),
-    Op.SEND_B: (Purpose.BACKWARD, 1),
-    Op.RECV_B: (Purpose.BACKWARD, 0),
-}
-Boundary = tuple[Purpose, int, int, int]  # the purpose of a message, the earlier stage, the later one, the microbatch
+FROM_SOURCE = frozenset({Op.SEND_F, Op.RECV_B})  # the actions of the stage that makes the values
+Boundary = tuple[Purpose, int, int, int]  # the purpose of a message, the way of its values, the microbatch
 MessageSpecs = MutableMapping[Boundary, MessageSpec]
-Near = dict[tuple[int, int, int], int]  # by stage, offset and turn, the stage there
-
-
-def versions_of(tensors: Iterable[torch.Tensor | None]) -> Versions:
-    """Return the tensors that record in-place changes, with their versions."""
-    return [(tensor, version_of(tensor)) for tensor in tensors if tensor is not None and not tensor.is_inference()]
 
 
 class Messages:
@@ -50,42 +39,49 @@ class Messages:
     Notes report these changes (`bpipe.comm.wire.note`).
 
     Args:
-        traffic: this rank's transfers.
-        specs: the agreed message specs, or an empty mapping to be filled when `is_learning`.
-        is_learning: whether this step learns the specs.
-        trainable: the stages on this rank that have trainable parameters, if there is a backward.
-        plan: whose messages these are.
+        setup: of the step.
+        specs: the agreed message specs, or an empty mapping to be filled when the step is learning.
     """
 
-    def __init__(self, traffic: Traffic, specs: MessageSpecs, *, is_learning: bool, trainable: Container[int], plan: Plan) -> None:
-        self._traffic, self._specs, self._is_learning, self._trainable = traffic, specs, is_learning, trainable
-        self._plan, self._ways, self._has_routes = plan, routes_in(plan.flow).ways, plan.flow.period > 1
+    def __init__(self, setup: Setup, specs: MessageSpecs) -> None:
+        self._traffic, self._specs, self._is_learning, self._plan = setup.traffic, specs, setup.is_learning, setup.plan
+        self._microbatches, self._stages = setup.traffic.microbatches, setup.stages
+        trained = (stage for stage, of in setup.parts.items() if any(one.requires_grad for one in of.parameters))
+        self._trainable = set(trained) if setup.has_backward else set()
         self._unlearned: dict[Channel, deque[Action]] = defaultdict(deque)
-        self._near: Near = {}
 
     def agreed(self, microbatch: int, stages: Iterable[int]) -> list[MessageSpec | None]:
-        """Return the agreed specs of a microbatch's messages before and behind some stages, once it has run."""
-        near = {stage: [self._beside(stage, offset, microbatch) for offset in (-1, 1)] for stage in stages}
-        ends = dict.fromkeys(pair for stage, (before, behind) in near.items() for pair in ((before, stage), (stage, behind)))
-        ends |= dict.fromkeys(way for way in self._ways if not {*way}.isdisjoint(stages))
-        both = (Purpose.FORWARD, Purpose.BACKWARD)
-        return [self._specs.get((purpose, *pair, microbatch)) for pair in ends for purpose in both]
+        """Return the agreed specs of a microbatch's messages to and from some stages, once it has run."""
+        links = [links_in(self._plan.flow)[stage, microbatch] for stage in stages]
+        ways = dict.fromkeys(way for of in links for way in (*of.incoming, *of.outgoing))
+        return [self._specs.get((purpose, *way, microbatch)) for way in ways for purpose in (Purpose.FORWARD, Purpose.BACKWARD)]
 
-    def _beside(self, stage: int, offset: int, microbatch: int) -> int:
-        """Return the stage before or behind another one; -1 if there is none."""
-        key = stage, offset, self._plan.flow.turn_of(microbatch) if self._has_routes else 0
-        if key not in self._near:
-            found = self._plan.neighbour(stage, offset, microbatch)
-            self._near[key] = -1 if found is None else found
-        return self._near[key]
+    def _way(self, action: Action) -> Way:
+        """Return the way of the values that an action sends or receives, or of whose gradients."""
+        op, stage, microbatch, part, _ = action
+        is_source = op in FROM_SOURCE
+        if part:
+            return (stage, part - 1) if is_source else (part - 1, stage)
+        links = self._microbatches[stage, microbatch].links
+        way = links.behind if is_source else links.before
+        assert way is not None, "a message leads to a stage"
+        return way
+
+    def _edge(self, action: Action, state: MicrobatchState) -> EdgeState:
+        return state.edges[self._way(action)]
+
+    def transfers(self, action: Action, state: MicrobatchState) -> Transfers:
+        """Return the transfers of an action's values, or of their gradients."""
+        return self._edge(action, state).transfers
 
     def send(self, action: Action, state: MicrobatchState) -> None:
-        spec, tensors = _taken(state, action.op)
-        if state.unsent_versions is not None:
-            for tensor, version in state.unsent_versions:
+        edge = self._edge(action, state)
+        spec, tensors = _taken(edge, action.op)
+        if edge.unsent_versions is not None:
+            for tensor, version in edge.unsent_versions:
                 if version_of(tensor) != version:
-                    raise modified(state.place, tensor)
-            state.unsent_versions = None
+                    raise modified(state, tensor)
+            edge.unsent_versions = None
         boundary, subject = self._boundary(action), Subject(self._traffic.step, action.stage, action.microbatch)
         data = note = None
         if self._is_learning:
@@ -103,12 +99,11 @@ class Messages:
                 self._specs[boundary] = renewed(agreed, spec)
         sent = [tensor for tensor in tensors if tensor is not None]
         views = [on_the_wire(tensor) for tensor in sent]
-        state.sent_versions[action.op] = versions_of(sent)
-        owners = [*sent, *(view for view, tensor in zip(views, sent) if view is not tensor)]
+        edge.sent_versions = versions_of(sent)
         transfer = self._traffic.transport.send(
             channel_of(action.op, self._traffic.rank, action.peer), views, data, note, may_have_note=may_have_note
         )
-        state.transfers[action.op, action.part] = PostedTransfer(transfer, owners)
+        edge.transfers[action.op, action.part] = PostedTransfer(transfer, [*sent, *views])
 
     def _announced(self, action: Action, spec: MessageSpec) -> MessageSpec:
         """Return the spec to agree on for a message that is sent for the first time.
@@ -125,7 +120,7 @@ class Messages:
         for source in dict.fromkeys(end.stage for end in flow.needs(Op.F, stage, flow.turn_of(microbatch))):
             received = self._specs.get((Purpose.FORWARD, source, stage, microbatch))
             if received is None:  # the other stage is on this rank, or another stage of this rank got the message
-                found = source in self._traffic.stages and self._could_need_gradient(source, microbatch)
+                found = source in self._stages and self._could_need_gradient(source, microbatch)
             else:
                 found = received.is_open or _needs_gradient(received)
             if found:
@@ -147,7 +142,7 @@ class Messages:
             self._agree_on_more(action, agreed, after)
             note = header.pack_spec(Subject(self._traffic.step, action.stage, action.microbatch), after)
         pairs = [(one.requires_grad, other.requires_grad) for one, other in zip(after.tensors, spec.tensors) if one and other]
-        state.unused_gradients = [not needed for expected, needed in pairs if expected]
+        self._edge(action, state).unused_gradients = [not needed for expected, needed in pairs if expected]
         return note
 
     def _agree_on_more(self, action: Action, agreed: MessageSpec, after: MessageSpec) -> None:
@@ -158,10 +153,12 @@ class Messages:
         self._specs[gradients] = with_more(self._specs[gradients], agreed, after)
 
     def complete_send(self, action: Action, state: MicrobatchState) -> None:
-        self._traffic.wait(state, action)
-        for tensor, version in state.sent_versions.pop(START_OF[action.op]):
+        edge = self._edge(action._replace(op=START_OF[action.op]), state)
+        self._traffic.wait(edge.transfers, action)
+        versions, edge.sent_versions = edge.sent_versions, []
+        for tensor, version in versions:
             if version_of(tensor) != version:
-                raise modified(state.place, tensor)
+                raise modified(state, tensor)
 
     def receive(self, action: Action, state: MicrobatchState) -> None:
         if self._is_learning and self._traffic.transport.waits_on_device:
@@ -177,13 +174,15 @@ class Messages:
             unlearned = self._unlearned[channel_of(start.op, self._traffic.rank, start.peer)]
             while start in unlearned:
                 first = unlearned.popleft()
-                self._learn(first, self._traffic.microbatches[first[1:4] if first.part else first[1:3]])
-        note = self._traffic.wait(state, action)
-        message = state.landing.pop(start.op)
+                self._learn(first, self._microbatches[first[1:3]])
+        edge = self._edge(start, state)
+        note = self._traffic.wait(edge.transfers, action)
+        message, edge.landing = edge.landing, None
+        assert message is not None, "a receive is posted before it is completed"
         if start.op is Op.RECV_F:
-            state.input = message if note is None else Message(self._needed(start, note), message.tensors)
+            edge.values = message if note is None else Message(self._needed(start, note), message.tensors)
             return
-        unused, state.unused_gradients = state.unused_gradients, None
+        unused, edge.unused_gradients = edge.unused_gradients, None
         if unused is not None:
             message = self._as_agreed(start, message)
         if note is not None:
@@ -191,7 +190,7 @@ class Messages:
         if unused:
             used = [tensor for tensor, is_unused in zip(message.tensors, unused, strict=True) if not is_unused]
             message = Message(message.spec, used)
-        state.output_gradients = message
+        edge.gradients = message
 
     def _as_agreed(self, start: Action, message: Message) -> Message:
         """Return gradients as they are agreed by now: more may be expected than when their receive was posted, all absent."""
@@ -216,21 +215,18 @@ class Messages:
         return Message(spec, tensors)
 
     def _boundary(self, action: Action) -> Boundary:
-        purpose, offset = BOUNDARY[action.op]
-        if not action.part:
-            other = self._beside(action.stage, -1 if offset else 1, action.microbatch)
-            return purpose, *((other, action.stage) if offset else (action.stage, other)), action.microbatch
-        before, behind = (action.part - 1, action.stage) if offset else (action.stage, action.part - 1)
-        return purpose, before, behind, action.microbatch
+        purpose = Purpose.FORWARD if action.op in (Op.SEND_F, Op.RECV_F) else Purpose.BACKWARD
+        return purpose, *self._way(action), action.microbatch
 
     def _post(self, action: Action, state: MicrobatchState, spec: MessageSpec) -> None:
         transport = self._traffic.transport
+        edge = self._edge(action, state)
         tensors, views = spec.new(transport.device)
-        state.landing[action.op] = Message(spec, tensors)
+        edge.landing = Message(spec, tensors)
         transfer = transport.receive(
             channel_of(action.op, self._traffic.rank, action.peer), views, may_have_note=action.op is Op.RECV_B or spec.is_open
         )
-        state.transfers[action.op, action.part] = PostedTransfer(transfer)
+        edge.transfers[action.op, action.part] = PostedTransfer(transfer)
 
     def _learn(self, start: Action, state: MicrobatchState) -> None:
         """Read the header of the next message, and post its receive."""
@@ -244,17 +240,17 @@ class Messages:
         self._post(start, state, spec)
 
 
-def _taken(state: MicrobatchState, op: Op) -> Message:
-    """Take the message that a microbatch holds for a send."""
+def _taken(edge: EdgeState, op: Op) -> Message:
+    """Take the message that waits for a send."""
     if op is Op.SEND_F:
-        message, state.output = state.output, None
+        message, edge.values = edge.values, None
     else:
-        message, state.input_gradients = state.input_gradients, None
+        message, edge.gradients = edge.gradients, None
     assert message is not None, "a send follows the computation that makes its message"
     return message
 
 
-def modified(place: str, tensor: torch.Tensor) -> StageError:
+def modified(place: object, tensor: torch.Tensor) -> StageError:
     """Return the error about a tensor that was changed in place while it was sent."""
     return StageError(
         f"{place}: a tensor of shape {list(tensor.shape)} was modified in place while it was being sent. Return a clone of a "
@@ -273,7 +269,7 @@ def is_alike(one: MessageSpec, other: MessageSpec) -> bool:
 
 def _needs_now(state: MicrobatchState) -> StageError:
     return StageError(
-        f"{state.place}: an output needs a gradient, but in an earlier step with the same "
+        f"{state}: an output needs a gradient, but in an earlier step with the same "
         "input shapes the stage had no trainable parameters, or the output was an input or buffer passed through. Register "
         "trained tensors as Parameters of the stage's module, and return a clone of a tensor that is passed through in some steps."
     )
@@ -291,7 +287,7 @@ def _changed(action: Action, state: MicrobatchState, agreed: MessageSpec, spec: 
     what = "output" if action.op is Op.SEND_F else "gradient of the input"
     before, now = texts_of(agreed, spec)
     return StageError(
-        f"{state.place}: the {what} changed although this step's inputs look like "
+        f"{state}: the {what} changed although this step's inputs look like "
         f"an earlier step's: agreed {before}, got {now}. Shapes must depend only on the shapes of the inputs: "
         "send data of varying size as a tensor of fixed shape with a mask or a length, and make it contiguous if strides vary."
     )

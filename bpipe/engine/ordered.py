@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
-from bpipe.engine.compute import StepInputs, modules_of
 from bpipe.engine.run import Observer, Run
+from bpipe.engine.setup import StepInputs, modules_of
 from bpipe.errors import StageError
 from bpipe.logs import LOG
 from bpipe.memory.saved.nodes import nodes_behind
 from bpipe.model.pytree import flattened
 from bpipe.model.stage import PipelineStage
-from bpipe.recomputation.side_effects import States, changed, look_at
+from bpipe.model.state.side_effects import States, changed, look_at
 from bpipe.schedules import Action, Op
 
 __all__: list[str] = []

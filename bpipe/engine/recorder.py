@@ -155,7 +155,7 @@ class Recorder(Observer):
 
     def _sizes(self, run: Run) -> dict[int, tuple[StageSizes, ...]]:
         """Return the sizes of a step's microbatches, which steps that are alike share."""
-        sizes = run.evictions.settled(run.plan.slices) if run.plan.has_backward else {}
+        sizes = run.evictions.settled() if run.plan.has_backward else {}
         return next((one.stage_sizes for one in self.records[-1:] if one.stage_sizes == sizes), sizes)
 
     def _taken(self, run: Run) -> array[int]:
@@ -163,6 +163,6 @@ class Recorder(Observer):
         plan, footprints, taken_bytes = self._scanned
         if plan is not run.plan or footprints != run.evictions.ledger.footprints:
             footprints = dict(run.evictions.ledger.footprints)
-            taken_bytes = array("q", taken(run.plan, run.rank, footprints, run.twins.exchanged_bytes, with_messages=True))
+            taken_bytes = array("q", taken(run.plan, run.rank, footprints, run.exchanges.exchanged, with_messages=True))
             self._scanned = (run.plan, footprints, taken_bytes)
         return taken_bytes

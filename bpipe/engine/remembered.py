@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -22,7 +23,6 @@ from bpipe.memory.stores import Store
 from bpipe.plan.action import HOST
 from bpipe.plan.meter import slot
 from bpipe.plan.reserved import Reserved, reserve
-from bpipe.recomputation.state import Learned
 from bpipe.schedules import Action, Channel, Plan, Purpose
 
 __all__: list[str] = []
@@ -42,7 +42,7 @@ class Memory:
     host_buffers: HostBuffers | None = None
     stores: dict[int | None, Store] = field(default_factory=dict)  # by peer: where this rank copies to and from by itself
     device_waits: DeviceWaits | None = None  # set if only the device waits for transfers
-    learned: dict[int, Learned] = field(default_factory=dict)  # for the stages whose forwards run twice
+    learned: dict[int, Any] = field(default_factory=dict)  # about the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
     largest_remote_bytes: int = 0  # evicted so far to another rank
     cut_off: set[int] = field(default_factory=set)  # stages that a warning has named

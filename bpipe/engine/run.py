@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from operator import itemgetter
+from pkgutil import resolve_name
+from typing import Any
 
 from torch.autograd import profiler
+from torch.nn.parallel import DistributedDataParallel
 
+from bpipe.backward.loss_scale import LossScale
 from bpipe.backward.user_hooks import UserHooks
 from bpipe.backward.without_loss import cut_off
 from bpipe.cleanup import note
 from bpipe.comm.health.activity import place_of
-from bpipe.comm.transport.base import Transport
+from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.engine.acceptor import Acceptor
-from bpipe.engine.compute import Compute, StepInputs
-from bpipe.engine.evictions import Evictions
+from bpipe.engine.compute import Compute
+from bpipe.engine.conventions import CONVENTIONS, Convention
 from bpipe.engine.messages import Messages, MessageSpecs
 from bpipe.engine.microbatch_state import LAST, MicrobatchState, MicrobatchStates
 from bpipe.engine.remembered import Memory
+from bpipe.engine.setup import Setup, StepInputs
 from bpipe.engine.traffic import Traffic
 from bpipe.logs import LOG
+from bpipe.memory.peaks import NOTHING, Exchanged
 from bpipe.model.stage import ModuleSnapshot, PipelineStage
-from bpipe.parallel.fsdp import Sharding
-from bpipe.parallel.twins import Twins
-from bpipe.plan.action import MESSAGES, SERVED, SHARDING
+from bpipe.parallel.fsdp import ShardedStage, Sharding
+from bpipe.parallel.shared_weights import Shared
+from bpipe.plan.action import BETWEEN_STAGES, SERVED, SHARDING, START_OF
 from bpipe.schedules import Action, Op, Plan
-from bpipe.skips.carrier import Carrier
-from bpipe.skips.routes import skips_of
 from bpipe.torch_private.engine_and_graph import is_profiled
 
 __all__: list[str] = []
+
+# What runs an operation that few plans have, by the last of its actions: in a room of its own, loaded for such a plan.
+OPERATIONS = {
+    Op.R: "bpipe.recomputation.second_forward:SecondForwards",
+    Op.WAIT_REDUCE_GRAD: "bpipe.sums.gradient_sums:GradientSums",
+}
 
 
 class Observer:
@@ -57,6 +67,38 @@ class Observer:
         """Follow a step whose actions have all run; `stats` are its numbers."""
 
 
+class Operations:
+    """Runs some operations of one rank during one step; this one has none, and a subclass overrides what it needs.
+
+    Such a class is made of the setup, what computes, and what is remembered of second forwards.
+
+    Attributes:
+        keys: the microbatches whose forwards it runs, too.
+        exchanged: by stage, the copies that its exchanges make.
+        held_bytes: of gradients that a step sets aside.
+    """
+
+    keys: Collection[tuple[int, ...]] = ()
+    exchanged: Exchanged = NOTHING
+    held_bytes = 0
+
+    def in_charge(self, sharding: Sharding | None) -> AbstractContextManager[object]:
+        """Return what surrounds all actions of the step."""
+        return nullcontext()
+
+    def begin(self) -> None:
+        """Do what comes before the first action."""
+
+    def run(self, action: Action, state: Any) -> None:
+        """Run an action, of a microbatch in this state; None for one that concerns a stage."""
+
+    def check(self) -> None:
+        """Raise if it shows behind the last action that something went wrong."""
+
+
+MakeConvention = Callable[[Setup], Convention]
+
+
 class Run:
     """One step of one rank of a plan.
 
@@ -66,12 +108,13 @@ class Run:
         stages: the stages on this rank, by index.
         parts: a snapshot of each stage's modules, parameters and buffers when the step begins.
         transport: carries the messages.
-        step_inputs: the inputs and options of this step.
+        given: what the user gave for this step.
         specs: the agreed message specs, or an empty mapping to learn them into when `is_learning`.
         memory: what the schedule remembers from step to step.
         name: the name of this rank in messages.
-        takes_slices: whether the stages take sequences in slices.
+        conventions: make those by which the stages are called, besides those of the plan's shapes.
         observer: called at the start of the step, and before and after each action on the thread that runs it.
+        shared: the weights that other ranks have, too.
     """
 
     def __init__(
@@ -83,47 +126,41 @@ class Run:
         stages: Mapping[int, PipelineStage],
         parts: Mapping[int, ModuleSnapshot],
         transport: Transport,
-        step_inputs: StepInputs,
+        given: StepInputs,
         specs: MessageSpecs,
         is_learning: bool,
         memory: Memory,
         name: str,
-        takes_slices: bool,
+        conventions: Sequence[MakeConvention],
         observer: Observer | None,
+        shared: Shared,
     ) -> None:
         self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
-        self._stages, self._is_learning, self._memory = tuple(stages), is_learning, memory
-        self.holds_last_stage = any(stage.is_last for stage in stages.values())
-        is_local, has_skips = plan.flow.arguments("local") is not None, bool(skips_of(plan.flow))
-        self.has_loss = self.holds_last_stage or is_local
-        self.microbatches = MicrobatchStates(plan.slices)
-        self.traffic = Traffic(transport, rank, step, self.microbatches, stages, memory.device_waits)
-        self.sharding = Sharding(parts, plan.actions[rank])
-        self.twins = Twins(plan, rank, parts, self.traffic)
-        is_split = Op.I in map(itemgetter(0), plan.actions[rank])
-        self.hooks = UserHooks(parts if is_split else {}, memory.silent)
-        self.compute = Compute(
-            stages,
-            parts,
-            step_inputs,
-            self.traffic,
-            has_backward=plan.has_backward,
-            undivided=self.sharding.undivided,
-            hooks=self.hooks,
-            recomputed=plan.recomputed(rank),
-            learned=memory.learned,
-            slices=plan.slices if takes_slices else None,
+        self.microbatches, self._memory = MicrobatchStates(plan.flow), memory
+        self.traffic = Traffic(transport, rank, step, self.microbatches, memory.device_waits)
+        self.setup = Setup(
+            plan=plan,
+            rank=rank,
+            stages=stages,
+            parts=parts,
+            given=given,
+            traffic=self.traffic,
+            loss_scale=LossScale(given.loss_scale),
             is_learning=is_learning,
-            skips=Carrier(plan, next(iter(stages.values())).skips, self._stages, self.microbatches) if has_skips else None,
-            local=is_local,
+            conventions=[],
+            shared=shared,
         )
-        num_parts = {stage: plan.num_parts(stage) for stage in stages}
-        followed = plan.evicted(rank)
-        self.evictions = Evictions(self.traffic, followed, memory, self.compute.non_activations, self.compute.returned, num_parts)
-        trainable = {i for i, of in parts.items() if any(p.requires_grad for p in of.parameters)} if plan.has_backward else set()
-        self._messages = Messages(self.traffic, specs, is_learning=is_learning, trainable=trainable, plan=plan)
+        of_shapes = [resolve_name(one) for shape, one in CONVENTIONS.items() if plan.flow.arguments(shape) is not None]
+        self.setup.conventions.extend(make(self.setup) for make in (*of_shapes, *conventions))
+        self.sharding = self._sharding()
+        self._ops = {action.op for action in plan.actions[rank]}
+        self.hooks = UserHooks(parts if Op.I in self._ops else {}, memory.silent)
+        self.compute = Compute(self.setup, memory, self.hooks, set() if self.sharding is None else self.sharding.undivided)
+        self.results, self.evictions = self.compute.results, self.compute.evictions
+        self.second_forwards, self.exchanges = self._operations(Op.R), self._operations(Op.WAIT_REDUCE_GRAD)
+        self._messages = Messages(self.setup, specs)
         self._acceptors = {
-            peer: Acceptor(Traffic(transport, rank, step, MicrobatchStates(plan.slices)), buffers)
+            peer: Acceptor(Traffic(transport, rank, step, MicrobatchStates(plan.flow)), buffers)
             for peer, buffers in memory.served().items()
         }
         self.position: int | None = None  # in the rank's lane, if its actions run in another order
@@ -132,10 +169,34 @@ class Run:
         if observer is not None:
             observer.started(self)
 
+    @property
+    def holds_last_stage(self) -> bool:
+        """Whether outputs are returned on this rank."""
+        return any(stage.is_last for stage in self.setup.stages.values())
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 or DDP act between computations."""
+        return self.sharding is not None and self.sharding.is_needed
+
+    def _sharding(self) -> Sharding | None:
+        """Return what gathers and reduces, if the plan or a stage has anything for it."""
+        fsdp, lane = sys.modules.get("torch.distributed.fsdp"), self.plan.actions[self.rank]
+        kinds = DistributedDataParallel if fsdp is None else (DistributedDataParallel, fsdp.FSDPModule)
+        is_planned = any(action.op in SHARDING and action.peer is None for action in lane)
+        if is_planned or any(isinstance(one, kinds) for part in self.setup.parts.values() for one in part.modules):
+            return Sharding(self.setup.parts, lane)
+        return None
+
+    def _operations(self, op: Op) -> Operations:
+        """Return what runs an operation that has a room of its own, which is loaded for plans that have it."""
+        make: Callable[..., Operations] = resolve_name(OPERATIONS[op]) if op in self._ops else lambda *_: Operations()
+        return make(self.setup, self.compute, self._memory.learned)
+
     def taken(self, microbatch: int) -> object:
         """Return the memory and the messages of a microbatch on this rank, to compare them with another microbatch's."""
-        sizes = [(stage, self.evictions.taken((stage, microbatch))) for stage in self._stages]
-        return sizes, self._messages.agreed(microbatch, self._stages)
+        sizes = [(stage, self.evictions.taken((stage, microbatch))) for stage in self.setup.stages]
+        return sizes, self._messages.agreed(microbatch, self.setup.stages)
 
     def serves(self, evictor: int) -> bool:
         """Return whether this rank does anything for an evictor: it does not if the evictor reaches its memory."""
@@ -145,14 +206,42 @@ class Run:
         """Return what this rank does for each evictor that it serves."""
         return {evictor: chain for evictor, chain in self.plan.chains(self.rank).items() if self.serves(evictor)}
 
+    def posted(self, completion: Action) -> Transfer | None:
+        """Return the transfer that an action of the compute lane will complete, once it is posted."""
+        start = completion._replace(op=START_OF[completion.op])
+        state = self.microbatches[start[1:3]]
+        if start.op in BETWEEN_STAGES:
+            transfers = self._messages.transfers(start, state)
+        else:
+            transfers = {} if state.memory is None else state.memory.transfers
+        found = transfers.get((start.op, start.part))
+        return None if found is None else found.transfer
+
+    def _sharded(self, action: Action) -> ShardedStage:
+        assert self.sharding is not None, "the plan has actions for it"
+        return self.sharding.stages[action.stage]
+
     def _acceptor(self, action: Action) -> Acceptor:
         assert action.peer is not None
         return self._acceptors[action.peer]
 
     def _forward(self, action: Action, state: MicrobatchState) -> None:
-        self.compute.forward(action, state, self.evictions)
-        if action.stage in self.compute.cut_off:
+        if action[1:3] in self.second_forwards.keys:
+            self.second_forwards.run(action, state)
+        else:
+            self.compute.forward(state)
+            self._count(state)
+        if action.stage in self.compute.outputs.cut_off:
             self._check_cut_off(action.stage)
+
+    def _recompute(self, action: Action, state: MicrobatchState) -> None:
+        self.second_forwards.run(action, state)
+        self._count(state)
+
+    def _count(self, state: MicrobatchState) -> None:
+        """Count what a forward has saved. It has ended: the owners of memory are counted when no frame holds anything of it."""
+        if state.graph is not None:
+            self.evictions.after_forward(state, state.graph)
 
     def _check_cut_off(self, stage: int) -> None:
         """Raise behind the last forward of a stage if none of its microbatches brings gradients to earlier stages that want them.
@@ -160,10 +249,10 @@ class Run:
         In some microbatches a stage may, as in a single process. A need that came from another rank is remembered from earlier
         steps, in which it may have been there alone, so behind the first step this is only said, once.
         """
-        if self.compute.cut_off[stage] < self._num_forwards[stage]:
+        if self.compute.outputs.cut_off[stage] < self._num_forwards[stage]:
             return
         error = cut_off(f"stage {stage}, all microbatches")
-        if self._is_learning or (stage - 1 in self._stages and not skips_of(self.plan.flow)):
+        if self.setup.is_learning or (stage - 1 in self.setup.stages and self.setup.is_plain):
             raise error
         if stage not in self._memory.cut_off:
             self._memory.cut_off.add(stage)
@@ -174,7 +263,7 @@ class Run:
         return Counter(action.stage for action in self.plan.actions[self.rank] if action.op is Op.F)
 
     def _backward(self, action: Action, compute: Callable[[], None]) -> None:
-        if not self.sharding.is_needed:
+        if self.sharding is None or not self.sharding.is_needed:
             compute()
             return
         with self.sharding.around(action):
@@ -186,10 +275,9 @@ class Run:
         Raises:
             BaseException: any error of the user's code or a transfer, with a note that says where it happened.
         """
-        microbatches = self._acceptor(action).microbatches if action.op in SERVED else self.microbatches
         is_sharding = action.op in SHARDING  # which concerns a stage, and no microbatch of it
-        key = action[1:4] if action.part and action.op in MESSAGES else action[1:3]
-        state = MicrobatchState(action.stage, 0) if is_sharding else microbatches[key]
+        microbatches = self._acceptor(action).microbatches if action.op in SERVED else self.microbatches
+        state = None if is_sharding else microbatches[action[1:3]]
         try:
             if self._observer is None and not is_profiled():
                 _METHODS[action.op](self, action, state)
@@ -198,15 +286,16 @@ class Run:
         except BaseException as error:
             note(
                 error,
-                f"bpipe: {self._name}, {place_of(action, self.plan.slices)}, step {self.step}" + f"; {state}" * (not is_sharding),
+                f"bpipe: {self._name}, {place_of(action, self.plan.units)}, step {self.step}"
+                + ("" if state is None else f"; {state.whereabouts}"),
             )
             raise
-        if not is_sharding:
+        if state is not None:
             state.latest = action
             if action.op in LAST and state.graph is None and state.is_over:
-                del microbatches[key]
+                del microbatches[action[1:3]]
 
-    def _execute_observed(self, action: Action, state: MicrobatchState) -> None:
+    def _execute_observed(self, action: Action, state: MicrobatchState | None) -> None:
         """Run an action under its name in torch.profiler, if that is on, and call the observer before and after."""
         with self._named(action):
             if self._observer is not None:
@@ -221,18 +310,18 @@ class Run:
 
 
 # Functions of the module, not bound methods in each run: those would form a cycle that keeps a step's tensors alive.
-_METHODS: dict[Op, Callable[[Run, Action, MicrobatchState], None]] = {
+_METHODS: dict[Op, Callable[[Run, Action, Any], None]] = {
     Op.F: lambda run, action, state: run._forward(action, state),
-    Op.B: lambda run, action, state: run._backward(action, lambda: run.compute.backward(action, state, run.evictions)),
-    Op.I: lambda run, action, state: run._backward(action, lambda: run.compute.backward_input(action, state, run.evictions)),
-    Op.W: lambda run, action, state: run._backward(action, lambda: run.compute.backward_weight(action, state, run.evictions)),
-    Op.R: lambda run, action, state: run.compute.recompute(action, state, run.evictions),
-    Op.UNSHARD: lambda run, action, state: run.sharding.stages[action.stage].unshard(),
-    Op.RESHARD: lambda run, action, state: run.sharding.stages[action.stage].reshard(),
+    Op.B: lambda run, action, state: run._backward(action, lambda: run.compute.backward(state)),
+    Op.I: lambda run, action, state: run._backward(action, lambda: run.compute.backward_input(state)),
+    Op.W: lambda run, action, state: run._backward(action, lambda: run.compute.backward_weight(state)),
+    Op.R: lambda run, action, state: run._recompute(action, state),
+    Op.UNSHARD: lambda run, action, state: run._sharded(action).unshard(),
+    Op.RESHARD: lambda run, action, state: run._sharded(action).reshard(),
     Op.REDUCE_GRAD: lambda run, action, state: (
-        run.sharding.stages[action.stage].reduce() if action.peer is None else run.twins.start(action)
+        run._sharded(action).reduce() if action.peer is None else run.exchanges.run(action, state)
     ),
-    Op.WAIT_REDUCE_GRAD: lambda run, action, state: run.twins.complete(action),
+    Op.WAIT_REDUCE_GRAD: lambda run, action, state: run.exchanges.run(action, state),
     Op.SEND_F: lambda run, action, state: run._messages.send(action, state),
     Op.SEND_B: lambda run, action, state: run._messages.send(action, state),
     Op.RECV_F: lambda run, action, state: run._messages.receive(action, state),
@@ -246,7 +335,7 @@ _METHODS: dict[Op, Callable[[Run, Action, MicrobatchState], None]] = {
     Op.LOAD: lambda run, action, state: run.evictions.load(action, state),
     Op.WAIT_LOAD: lambda run, action, state: run.evictions.complete_load(action, state),
     Op.ACCEPT: lambda run, action, state: run._acceptor(action).accept(action, state),
-    Op.WAIT_ACCEPT: lambda run, action, state: run._acceptor(action).complete_accept(action, state),
+    Op.WAIT_ACCEPT: lambda run, action, state: run._acceptor(action).complete(action, state),
     Op.RETURN: lambda run, action, state: run._acceptor(action).return_(action, state),
-    Op.WAIT_RETURN: lambda run, action, state: run._acceptor(action).complete_return(action, state),
+    Op.WAIT_RETURN: lambda run, action, state: run._acceptor(action).complete(action, state),
 }

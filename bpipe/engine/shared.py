@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bpipe.engine.compute import modules_of
+from bpipe.engine.setup import modules_of
 from bpipe.memory.saved.storages import storages_of
 from bpipe.model.stage import PipelineStage
 from bpipe.torch_private.owners_and_versions import address_of

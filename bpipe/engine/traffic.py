@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import TypeVar
-
-import torch
 
 from bpipe.comm.transport.base import Transport
 from bpipe.device.waits import DeviceWaits
-from bpipe.engine.microbatch_state import MicrobatchState, MicrobatchStates
+from bpipe.engine.microbatch_state import MicrobatchStates, Transfers
 from bpipe.plan.action import START_OF
 from bpipe.schedules import Action, Op
 
@@ -28,7 +26,6 @@ class Traffic:
         rank: this rank in the plan.
         step: the number of the step.
         microbatches: the states of the microbatches whose transfers these are.
-        stages: the stages on this rank.
         device_waits: records on which streams the device waits, if the host does not.
     """
 
@@ -38,16 +35,15 @@ class Traffic:
         rank: int,
         step: int,
         microbatches: MicrobatchStates,
-        stages: Container[int] = (),
         device_waits: DeviceWaits | None = None,
     ) -> None:
         self.transport, self.rank, self.step, self.microbatches = transport, rank, step, microbatches
-        self.stages, self._device_waits = stages, device_waits
+        self._device_waits = device_waits
         self.waited_s: dict[Op, float] = defaultdict(float)
 
-    def wait(self, state: MicrobatchState, completion: Action) -> bytes | None:
+    def wait(self, transfers: Transfers, completion: Action) -> bytes | None:
         """Wait for the transfer that an action completes, and release its tensors; return the note that came with it, if any."""
-        transfers, start = state.transfers, (START_OF[completion.op], completion.part)
+        start = START_OF[completion.op], completion.part
         waits = self._device_waits
         begin = None if waits is None else waits.begin()
         note = self.timed(completion.op, transfers[start].transfer.wait)
@@ -62,11 +58,3 @@ class Traffic:
         result = call()
         self.waited_s[op] += time.perf_counter() - start
         return result
-
-    def result_of(self, stage: int, microbatch: int) -> list[torch.Tensor]:
-        """Return the tensors that a forward has just made for the next stage."""
-        own, behind = self.microbatches.get((stage, microbatch)), self.microbatches.get((stage + 1, microbatch))
-        message = None if own is None else own.output
-        if message is None and behind is not None:
-            message = behind.input
-        return [] if message is None else [tensor for tensor in message.tensors if tensor is not None]

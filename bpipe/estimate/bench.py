@@ -132,7 +132,7 @@ class Bench:
         """Make the arguments in memory of their own and, except on the first stage, as if they had come from another stage."""
         target = _resized(self.target, size)
         if self.is_first:
-            return tuple(_resized(self.args, size)), target, InputGrads(0)
+            return tuple(_resized(self.args, size)), target, InputGrads()
         tree, tensors = flatten_message(_resized(self.args, size), "the example")
         needed = [self.has_backward and is_differentiable(tensor) for tensor in tensors]
         entered, box = enter(tensors, needed)

@@ -18,7 +18,7 @@ from bpipe.plan.action import HOST
 from bpipe.plan.meter import occupancy
 from bpipe.plan.sizes import IN, OUT, StageSizes
 from bpipe.schedules import Costs, Link, Op, Plan, Sizes, Timeline
-from bpipe.tools.measured import Measured
+from bpipe.simulator.measured import Measured
 
 __all__ = ["calibrated"]
 
@@ -125,7 +125,7 @@ def _bytes(traced: Timeline) -> dict[str, list[Any]]:
 
 def _of_slices(sizes: Sizes, stage: int, number: Callable[[StageSizes], int]) -> int | list[int]:
     """Return a number of a stage's sizes, or one for each slice of a microbatch if these differ."""
-    numbers = [number(stages[stage]) for stages in sizes.by_slice]
+    numbers = [number(stages[stage]) for stages in sizes.by_unit]
     return numbers if sizes.later_slices else numbers[0]
 
 

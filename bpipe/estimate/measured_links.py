@@ -12,8 +12,8 @@ from typing import NamedTuple
 from bpipe.plan.action import HOST, SENDS, WAIT_OF, Identity, Op
 from bpipe.plan.sizes import Sizes
 from bpipe.simulator.costs import Link
+from bpipe.simulator.measured import Measured
 from bpipe.simulator.timeline import Span, Timeline
-from bpipe.tools.measured import Measured
 
 __all__: list[str] = []
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bpipe.backward.autograd import edges_of, enter, run_backward
+from bpipe.backward.new_gradients import owned
 from bpipe.checks import counts_of
 from bpipe.cleanup import note
 from bpipe.comm.wire.message import flatten_message, unflatten_message
@@ -17,11 +18,13 @@ from bpipe.engine.microbatch_state import MicrobatchStates
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.estimate.bench import Bench, Forward, Loss, is_differentiable
 from bpipe.estimate.slice_profile import SliceMeasurement, SliceProfile
+from bpipe.flow.shaping import shaped, sliced
 from bpipe.model.preserve_state import preserved_state
 from bpipe.model.pytree import mapped
 from bpipe.model.specs import check_specs
 from bpipe.slices.positions import SliceCutting, UpTo
 from bpipe.slices.protocol import check_takes_slices
+from bpipe.slices.sequence_loss import checked_sum
 from bpipe.slices.states import Sequences, past_of
 
 __all__ = ["profile_slices"]
@@ -52,8 +55,9 @@ def profile_slices(
         example: its input for a microbatch of whole sequences, or a tuple of positional arguments.
         lengths: of slices, in positions; default: the sequence, a half, a quarter, an eighth and a sixteenth of it.
         contexts: the positions before a slice, where the sequence has as many; default: none, half of the others, and all of them.
-        loss_fn: for the last stage: `loss_fn(output, target)`, timed with the stage.
-        target: what `loss_fn` gets, for whole sequences.
+        loss_fn: for the last stage of a schedule with `loss_of_slices`: `loss_fn(output, target)` returns the sum of a slice's
+            losses and their count, and is timed with the stage. A loss of whole sequences is no slice's: leave it out.
+        target: what `loss_fn` gets, for whole sequences; each slice gets its part.
         is_first: whether it is the first stage, whose input needs no gradient; default: if no tensor of the example has floating
             point numbers.
         args_slice_spec: how arguments are cut, as `Seq1F1B` takes it.
@@ -62,7 +66,8 @@ def profile_slices(
 
     Raises:
         ConfigurationError: a module that takes no slices, an example without positions, or lengths that its sequence does not have.
-        StageError: nothing in the output needs a gradient, the module draws random numbers or does not return (output, state).
+        StageError: nothing in the output needs a gradient, the module draws random numbers or does not return (output, state), or
+            `loss_fn` does not return a sum and a count.
 
     What the module itself raises is passed on, with a note that names the slice.
 
@@ -143,28 +148,29 @@ class _Slices:
             args = mapped(torch.Tensor.contiguous, args)  # as they arrive from another stage
         self._bench, self._number, self._args = bench, number, args
         self._targets = cutting.split(bench.target, specs[1], "the target")
-        self._microbatches = MicrobatchStates()
-        self._sequences = Sequences(self._microbatches, number + 2, bench.device, has_backward=True)
+        self._states = MicrobatchStates(sliced(shaped(None, "chain", (0,), 1), number + 2))
+        self._sequences = Sequences(self._states, number + 2, bench.device, has_backward=True)
         for earlier in range(number):
             self._forward(earlier)
 
     def timed(self) -> tuple[float, float]:
         """Return the seconds of the slice's forward and of its backward."""
+        state = self._states[0, self._number]
         ran, forward_s = self._bench.measured(lambda: self._forward(self._number))
-        state = self._microbatches[0, self._number]
-        assert state.left is not None, "later slices may ask for it"
-        needed = [tensor for tensor, is_needed in zip(state.left.tensors, state.left.is_needed) if is_needed]
-        state.left.add([torch.ones_like(tensor) for tensor in needed])  # as later slices do
         left = state.left
+        assert left is not None, "later slices may ask for it"
+        needed = [tensor for tensor, is_needed in zip(left.tensors, left.is_needed) if is_needed]
+        left.add([torch.ones_like(tensor) for tensor in needed])  # as later slices do
 
         def backward() -> None:
             run_backward(ran.edges, [*ran.gradients, *left.summed()])
-            self._sequences.hand_back(ran.box.gradients, state)
+            begin = len(ran.box.gradients) - sum(len(one.gradients) for one in self._sequences.before(state))
+            self._sequences.hand_back(owned(ran.box.gradients[begin:]), state)
 
         return forward_s, self._bench.measured(backward)[1]
 
     def _forward(self, number: int) -> Forward:
-        bench, args, state = self._bench, self._args[number], self._microbatches[0, number]
+        bench, args, state = self._bench, self._args[number], self._states[0, number]
         earlier = self._sequences.before(state)
         tree, tensors = ("", []) if bench.is_first else flatten_message(args, "the example")
         past = [tensor for left in earlier for tensor in left.tensors]
@@ -176,7 +182,7 @@ class _Slices:
         with self._sequences.forward(name, [], sets_hooks=True) as casts:
             result = bench.module(*args, past=past_of(earlier, again, _no_mesh))
         output, left = self._sequences.take(result, state, casts)
-        loss = None if bench.loss_fn is None else bench.loss_fn(output, self._targets[number])
+        loss = None if bench.loss_fn is None else checked_sum(bench.loss_fn(output, self._targets[number]), name)[0]
         ran = bench.handed_on(output, loss, box, {})
         ran.edges.extend(edges_of(left))
         return ran

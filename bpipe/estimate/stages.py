@@ -10,9 +10,9 @@ from bpipe.errors import ConfigurationError
 from bpipe.estimate.activations import embedding_bytes, head_bytes, layer_bytes, message_bytes
 from bpipe.estimate.execution import Execution
 from bpipe.estimate.flops import head_flops, layer_flops, recomputed_flops
+from bpipe.estimate.layers import LayerCost
 from bpipe.estimate.long_contexts import attention_share, halves
 from bpipe.estimate.transformer import Transformer
-from bpipe.partition.layers import LayerCost
 
 __all__ = ["hiding_bytes_per_s", "layer_costs", "split_layers"]
 

@@ -11,14 +11,14 @@ from typing import Any, ClassVar, NamedTuple
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.activations import working_bytes
+from bpipe.estimate.cut_search import Ends, pieces
 from bpipe.estimate.devices import Device
 from bpipe.estimate.execution import Execution
+from bpipe.estimate.layers import Chain, LayerCost, halves_s
 from bpipe.estimate.long_contexts import attention_share
 from bpipe.estimate.measurement import Profile
 from bpipe.estimate.stages import layer_costs, split_layers
 from bpipe.estimate.transformer import Transformer
-from bpipe.partition.cut_search import Ends, pieces
-from bpipe.partition.layers import Chain, LayerCost, halves_s
 from bpipe.plan.destinations import mirror_pairs
 from bpipe.simulator.costs import Costs, Link
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bpipe.api.loopback import LoopbackGroup
+from bpipe.comm.transport.in_process import LoopbackTransport
 from bpipe.device import current_stream, is_asynchronous
 from bpipe.engine.run import Run
 from bpipe.errors import ConfigurationError
@@ -21,7 +21,7 @@ from bpipe.memory.saved.stash import is_on
 from bpipe.memory.saved.storages import storages_of
 from bpipe.memory.static import bytes_under
 from bpipe.model.microbatch import tensors_in
-from bpipe.plan.action import COMPUTE, HOST, SHARDING, START_OF
+from bpipe.plan.action import COMPUTE, HOST, SHARDING
 from bpipe.schedules import Action, Op, Plan
 from bpipe.session.context import RankContext
 from bpipe.session.filler import Filler
@@ -112,33 +112,32 @@ class JobFiller(Filler):
     def before(self, run: Run, action: Action) -> None:
         if self.job is None or action.op not in FILLED or action.peer == HOST:
             return
-        taken, key = self._rooms.taken(run.plan), action[1:4] if action.part and action.peer is not None else action[1:3]
-        posted = run.microbatches[key].transfers.get((START_OF[action.op], action.part))
+        taken, posted = self._rooms.taken(run.plan), run.posted(action)
         if posted is not None and taken is not None:  # in the first step, the size of a message comes with it
-            self._note_returned(run.compute.returned)
+            self._note_returned(run.results.returned)
             self._wait = _Wait(run.plan, action.identity, time.perf_counter())
-            self._fill(self._wait, posted.transfer.has_come, taken[self._place(run)])
+            self._fill(self._wait, posted.has_come, taken[self._place(run)])
 
     def after(self, run: Run, action: Action) -> None:
         if action.op in FILLED:
             self._end()
-        elif action.op in ON_STAGE and run.plan.has_backward and not run.sharding.is_needed:
+        elif action.op in ON_STAGE and run.plan.has_backward and not run.is_sharded:
             is_last = self._last_use[1][action.stage] == self._place(run)
             if is_last:
                 self._tell_done(action.stage)
 
     def finished(self, run: Run, stats: Mapping[str, float]) -> None:
-        static = int(stats["static_bytes"] + stats["remote_buffer_bytes"]) + run.twins.held_bytes
-        self._still = static - self._states_bytes() - bytes_under(run.compute.returned)
+        static = int(stats["static_bytes"] + stats["remote_buffer_bytes"]) + run.exchanges.held_bytes
+        self._still = static - self._states_bytes() - bytes_under(run.results.returned)
         self._own_peak = int(stats["predicted_device_peak_bytes"])
-        self._note_returned(run.compute.returned)
+        self._note_returned(run.results.returned)
         if run.plan.has_backward:
             for stage in self._last_use[1]:
                 if stage not in self._told:  # such as one whose gradients are complete at the end of a step
                     self._tell_done(stage)
             if self._running is not None:
                 self._running.ask("finish")
-        self._rooms.learn(run.plan, run.rank, run.evictions.ledger.footprints, run.twins.exchanged_bytes)
+        self._rooms.learn(run.plan, run.rank, run.evictions.ledger.footprints, run.exchanges.exchanged)
         self._say_if_starved()
 
     def returned(self, result: Any) -> None:
@@ -236,7 +235,7 @@ def give_job(job: Any, session: Session) -> None:
         FillError: no thread can start for it.
     """
     context = session.context
-    if isinstance(context.group, LoopbackGroup):
+    if isinstance(context.transport, LoopbackTransport):
         raise ConfigurationError("the ranks of a Loopback share a thread and never wait: a fill job takes a process for each rank")
     running = RunningJob(job, Settings.of(job), context)
     running.begin()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 
 from bpipe.memory.ledger import Key
-from bpipe.memory.peaks import taken
+from bpipe.memory.peaks import Exchanged, taken
 from bpipe.memory.recent import Recent
 from bpipe.memory.saved.footprint import Footprint
 from bpipe.schedules import Plan
@@ -45,14 +45,14 @@ class Rooms:
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Plan, array[int]]] = {}  # by the identity of the plan
-        self._latest: tuple[Plan | None, Mapping[Key, Footprint], Mapping[int, int]] = (None, {}, {})
+        self._latest: tuple[Plan | None, Mapping[Key, Footprint], Exchanged] = (None, {}, {})
 
     def taken(self, plan: Plan) -> array[int] | None:
         """Return the bytes by place in the rank's lane; None if no step of the plan has ended."""
         found = self._known.get(id(plan))
         return None if found is None else found[1]
 
-    def learn(self, plan: Plan, rank: int, footprints: Mapping[Key, Footprint], exchanged: Mapping[int, int]) -> None:
+    def learn(self, plan: Plan, rank: int, footprints: Mapping[Key, Footprint], exchanged: Exchanged) -> None:
         """Learn from a step that has ended; looks at the plan again only if something has changed."""
         if self._latest == (plan, footprints, exchanged) and id(plan) in self._known:
             return

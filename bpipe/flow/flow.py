@@ -17,14 +17,16 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import Any, NamedTuple
+
+from bpipe.flow.units import Units
 
 __all__: list[str] = []
 
@@ -114,6 +116,18 @@ class Message(NamedTuple):
         return all(self.names)
 
 
+class Exchange(NamedTuple):
+    """An exchange of gradients, seen from one of its two stages.
+
+    Args:
+        other: the stage at the other end.
+        after: the stages on this rank that hold the weights, all of whose backwards come before.
+    """
+
+    other: int
+    after: frozenset[int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flow:
     """What a step computes, who needs it, and where it runs.
@@ -122,22 +136,23 @@ class Flow:
         stage_ranks: the rank of each stage.
         parts: the part that each stage runs.
         num_microbatches: of a step.
-        slices: of each microbatch, which are units of their own: slice s of microbatch i is unit i * slices + s.
+        units: what passes through the stages by itself: whole microbatches, or the slices of each.
         routes: for each part, the stages that run it, which microbatches take in turns.
         nodes: all of them.
         edges: between them.
-        sums: pairs of stages on two ranks that hold the same weights, and add up their gradients when all is computed.
+        sums: stages on several ranks that hold the same weights, or have some in common, and add up the gradients of these when
+            all is computed: two twins, or the holders of tied weights.
         shapes: what made it, in order.
     """
 
     stage_ranks: tuple[int, ...]
     parts: tuple[int, ...]
     num_microbatches: int
-    slices: int
+    units: Units
     routes: tuple[tuple[int, ...], ...]
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
-    sums: tuple[tuple[int, int], ...]
+    sums: tuple[tuple[int, ...], ...]
     shapes: tuple[Shape, ...]
 
     def __hash__(self) -> int:
@@ -148,12 +163,12 @@ class Flow:
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.stage_ranks, self.num_microbatches, self.slices, self.edges))  # once: much is looked up by flow
+        return hash((self.stage_ranks, self.num_microbatches, self.units, self.edges))  # once: much is looked up by flow
 
     @property
     def num_units(self) -> int:
         """The number of microbatches, or of slices of all microbatches."""
-        return self.num_microbatches * self.slices
+        return self.num_microbatches * self.units
 
     @cached_property
     def period(self) -> int:
@@ -161,9 +176,22 @@ class Flow:
         return math.lcm(*map(len, self.routes))
 
     @cached_property
-    def twins(self) -> dict[int, int]:
-        """For each stage that adds up its gradients with another one, that one."""
-        return {one: other for pair in self.sums for one, other in (pair, pair[::-1])}
+    def exchanges(self) -> dict[tuple[int, int], Exchange]:
+        """For each rank's exchanges of gradients with other ranks, by stage and part of their actions, what each needs.
+
+        Two ranks exchange those of all weights that the same two stages stand for at once. The part is 0 for twins, and otherwise
+        one more than the stage at the other end.
+        """
+        found: dict[tuple[int, int], Exchange] = {}
+        for group in self.sums:
+            by_rank: dict[int, list[int]] = defaultdict(list)
+            for stage in group:
+                by_rank[self.stage_ranks[stage]].append(stage)
+            for (one, *more), (other, *_) in permutations(by_rank.values(), 2):
+                key = one, other + 1 if self.parts[one] != self.parts[other] else 0
+                known = found.get(key, Exchange(other, frozenset()))
+                found[key] = known._replace(after=known.after | {one, *more})
+        return found
 
     @cached_property
     def has_backward(self) -> bool:
@@ -186,7 +214,7 @@ class Flow:
 
     def turn_of(self, unit: int) -> int:
         """Return which turn of the routes a unit takes."""
-        return unit // self.slices % self.period
+        return unit // self.units % self.period
 
     def stage_of(self, part: int, turn: int) -> int:
         """Return the stage that runs a part in a turn."""
@@ -232,10 +260,10 @@ class Flow:
         Microbatches are in ascending order, because sums of gradients, dropout and BatchNorm depend on it. The slices of one run
         forward in the order of the sequence, and backward against it.
         """
-        slices, turns = range(self.slices)[:: 1 if op == FORWARD else -1], set(self.turns_of(stage))
+        turns, step = set(self.turns_of(stage)), 1 if op == FORWARD else -1
         for microbatch in range(self.num_microbatches):
             if microbatch % self.period in turns:
-                yield from (microbatch * self.slices + i for i in slices)
+                yield from self.units.of(microbatch)[::step]
 
     def previous(self, op: str, stage: int) -> array[int]:
         """Return for each unit the one that an operation of a stage takes before it; -1 if there is none."""
@@ -337,7 +365,7 @@ def _problem(flow: Flow) -> str:
     """Return why a flow cannot be run, whatever made it; empty if it can.
 
     Every edge has computations at both its ends, and its source can run before its target. Gradients mirror values. One part gets
-    another one's output. What stays on a stage stays on its rank. Stages that add up gradients hold the same part, on two ranks.
+    another one's output. What stays on a stage stays on its rank. Stages that add up gradients are on several ranks.
     """
     if len(flow.parts) != len(flow.stage_ranks) or not set(flow.parts) <= set(range(len(flow.routes))):
         return f"{len(flow.stage_ranks)} stages run parts {flow.parts} of {len(flow.routes)}"
@@ -362,23 +390,31 @@ def _problem(flow: Flow) -> str:
     outputs = [edge.source for edge in flow.edges if edge.kind in (Kind.VALUE, Kind.DETACHED) and not edge.name]
     if len(set(outputs)) < len(outputs):
         return "a part's output goes to several parts: values besides the one for the next part have names"
-    summed = [stage for pair in flow.sums for stage in pair]
-    if len(set(summed)) < len(summed):
-        return "a stage adds up its gradients with several others: two by two, they would not have the same sums"
-    for one, other in flow.sums:
-        if flow.parts[one] != flow.parts[other] or flow.stage_ranks[one] == flow.stage_ranks[other]:
-            return f"stages {one} and {other} add up gradients, but are not the same part on two ranks"
-    return _cycle(flow)
+    return _problem_with_sums(flow) or _cycle(flow)
+
+
+def _problem_with_sums(flow: Flow) -> str:
+    """Return why gradients cannot be added up as a flow says; empty if they can."""
+    summed = Counter(stage for group in flow.sums for stage in group)
+    for group in flow.sums:
+        if not set(group) <= set(range(len(flow.parts))) or list(group) != sorted(set(group)):
+            return f"stages {group} add up gradients: expected some of {len(flow.parts)} stages, in ascending order"
+        if len({flow.stage_ranks[stage] for stage in group}) < 2:
+            return f"stages {group} add up gradients, but are not on two ranks"
+        has_twins = len({flow.parts[stage] for stage in group}) < len(group)
+        if has_twins and (len(group) > 2 or any(summed[stage] > 1 for stage in group)):
+            return "a stage adds up its gradients with its twin and with others: two by two, they would not have the same sums"
+    return ""
 
 
 def _cycle(flow: Flow) -> str:
     """Return which computations of a microbatch wait for each other, if some do: for each slice, in the order of its node."""
-    before, num_slices = defaultdict(set), min(flow.slices, 2)  # a cycle through more of them goes through two of them, too
+    before, num_units = defaultdict(set), min(flow.units, 2)  # a cycle through more of them goes through two of them, too
     for edge in flow.edges:
-        for i in range(num_slices if edge.source != edge.target else 0):
+        for i in range(num_units if edge.source != edge.target else 0):
             before[edge.target, i].add((edge.source, i))
     for node in flow.nodes:
-        order = range(num_slices)[:: 1 if node.op == FORWARD else -1]
+        order = range(num_units)[:: 1 if node.op == FORWARD else -1]
         for earlier, later in pairwise(order):
             before[node, later].add((node, earlier))
     try:

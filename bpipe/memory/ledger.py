@@ -75,11 +75,6 @@ class Ledger:
         head = ["Cannot move, of the microbatch that was followed last, the largest first:"] if rows else []
         return "\n".join([repr(self), *head, *rows, *more])
 
-    def open(self, key: Key, kind: Kind) -> Account:
-        """Return a new account for a microbatch whose forward begins."""
-        account = self.accounts[key] = Account(kind)
-        return account
-
     @property
     def footprints(self) -> dict[Key, Footprint]:
         """The footprint of each microbatch whose forward has run."""

@@ -8,39 +8,31 @@ from types import MappingProxyType
 from bpipe.memory.ledger import Key
 from bpipe.memory.saved.footprint import Footprint
 from bpipe.plan.meter import Meter, UnitMeter, occupancy, unit_meter
-from bpipe.plan.sizes import GRADIENTS, Amount, StageSizes
+from bpipe.plan.sizes import Amount, StageSizes
 from bpipe.schedules import Plan
 
 __all__: list[str] = []
 
+Exchanged = Mapping[int, tuple[Amount, ...]]  # by stage, the gradients that other ranks have got and sent
 ELSEWHERE = StageSizes(parts=(0,))  # for a stage of another rank
-NOTHING: Mapping[int, int] = MappingProxyType({})
+NOTHING: Exchanged = MappingProxyType({})
 
 
-class Peaks:
-    """The peaks of one rank's action lists, which are computed again only when the plan or a footprint has changed."""
-
-    def __init__(self, *, with_messages: bool) -> None:
-        self._with_messages = with_messages
-        self._scanned: tuple[Plan | None, Mapping[Key, Footprint], Mapping[int, int], int] = (None, {}, {}, 0)
-
-    def of(self, plan: Plan, rank: int, footprints: Mapping[Key, Footprint], exchanged: Mapping[int, int] = NOTHING) -> int:
-        """Return the most bytes that a rank's own microbatches take, with the gradients that twins `exchanged`, by stage."""
-        known, same, still, peak = self._scanned
-        if known is not plan or same != footprints or still != exchanged:
-            peak = max(taken(plan, rank, footprints, exchanged, with_messages=self._with_messages), default=0)
-            self._scanned = (plan, dict(footprints), dict(exchanged), peak)
-        return peak
+def peak(
+    plan: Plan, rank: int, footprints: Mapping[Key, Footprint], exchanged: Exchanged = NOTHING, *, with_messages: bool
+) -> int:
+    """Return the most bytes that a rank's own microbatches take, with the gradients that ranks `exchanged`."""
+    return max(taken(plan, rank, footprints, exchanged, with_messages=with_messages), default=0)
 
 
 def taken(
-    plan: Plan, rank: int, footprints: Mapping[Key, Footprint], exchanged: Mapping[int, int] = NOTHING, *, with_messages: bool
+    plan: Plan, rank: int, footprints: Mapping[Key, Footprint], exchanged: Exchanged = NOTHING, *, with_messages: bool
 ) -> Iterator[int]:
     """Yield the bytes that a rank's own microbatches take while each of its actions runs."""
     return occupancy(plan.actions[rank], _meter(plan, footprints, exchanged, with_messages))
 
 
-def _meter(plan: Plan, footprints: Mapping[Key, Footprint], exchanged: Mapping[int, int], with_messages: bool) -> Meter:
+def _meter(plan: Plan, footprints: Mapping[Key, Footprint], exchanged: Exchanged, with_messages: bool) -> Meter:
     """Return a meter of bytes in which each microbatch counts its own footprint."""
     stages, flow = range(plan.num_stages), plan.flow
     alike: dict[tuple[object, ...], UnitMeter] = {}
@@ -51,7 +43,7 @@ def _meter(plan: Plan, footprints: Mapping[Key, Footprint], exchanged: Mapping[i
         if key not in alike:
             sizes = [ELSEWHERE if one is None else _sizes(one, plan.num_parts(s), with_messages) for s, one in enumerate(found)]
             for stage, gradients in exchanged.items() if with_messages else ():
-                sizes[stage] = sizes[stage].with_amounts(Amount(GRADIENTS, gradients))
+                sizes[stage] = sizes[stage].with_amounts(*gradients)
             alike[key] = unit_meter(flow, key[0], sizes.__getitem__)
         meters.append(alike[key])
     return Meter(tuple(meters), plan.overlapped)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bpipe.comm.health.agreement import RoomRecord
 from bpipe.errors import ConfigurationError
 from bpipe.model import microbatch as mb
 from bpipe.model.cutting import INPUTS, Cutting
@@ -66,8 +67,7 @@ class CutBatch(NamedTuple):
     kwargs: list[dict[str, Any]]
     targets: list[Any] | None
     are_alike: bool  # cut here, into equal parts
-    weights: list[float] | None = None  # of the losses of slices in the loss of their microbatch
-    lengths: list[int] | None = None  # of the slices, if something was cut
+    records: tuple[RoomRecord, ...] = ()  # of how microbatches were cut further, on which ranks agree
     sizes: Sequence[int] = ()  # of the batch as args, kwargs and target show it; 0 if they do not
 
     def descriptions(self) -> list[mb.Description]:

@@ -48,7 +48,7 @@ def cutter_of(value: Any, offsets: Offsets) -> Callable[[Any, int, int], Cut] | 
             return partial(_cut_jagged, known=offsets) if value.layout is torch.jagged else _cut_nested
         if value.layout is not torch.strided:
             return _cut_sparse
-        return _cut_dtensor if is_dtensor(value) else _cut_tensor
+        return _cut_dtensor if type(value) is not torch.Tensor and is_dtensor(value) else _cut_tensor
     if isinstance(value, np.ndarray):
         return _cut_array
     if isinstance(value, PackedSequence):
@@ -227,7 +227,8 @@ def join(parts: Sequence[Any], dim: int) -> Any:
         return torch.nested.as_nested_tensor([one for part in parts for one in part.unbind()], layout=first.layout)
     if first.ndim == 0:
         return torch.stack(list(parts))
-    return _join_dtensors(parts, dim) if is_dtensor(first) else torch.cat(list(parts), dim=dim)
+    is_plain = type(first) is torch.Tensor or not is_dtensor(first)
+    return torch.cat(list(parts), dim=dim) if is_plain else _join_dtensors(parts, dim)
 
 
 def _join_dtensors(parts: Sequence[Any], dim: int) -> Any:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
+from bpipe.comm.health.agreement import RoomRecord, StepRecord, unlike
+from bpipe.errors import AgreementError
 from bpipe.model.microbatch import digest
 from bpipe.model.ties import mark_ties
 
@@ -14,12 +17,21 @@ __all__: list[str] = []
 MARK = "_bpipe_cut"
 
 
-class Cut(NamedTuple):
-    """The place of a module among the stages of a model."""
+@dataclass(frozen=True, slots=True)
+class Cut(RoomRecord):
+    """The place of a module among the stages of a model; without digest if it is unknown."""
 
-    digest: bytes  # 16 bytes that stand for the names of all stages' modules
-    stage: int  # the index of this stage
-    num_stages: int  # the number of all stages
+    digest: bytes = b""  # 16 bytes that stand for the names of all stages' modules
+    stage: int = 0  # the index of this stage
+    num_stages: int = 0  # the number of all stages
+
+    @classmethod
+    def check(cls, records: Sequence[StepRecord]) -> None:
+        if found := unlike([one.digest for one in cls.of(records)]):  # layers would run twice, or not at all
+            raise AgreementError(
+                "ranks {} and {} have cut the model into different stages: choose the stages on one rank, because two measurements "
+                "differ, and send the lists of names to the others (torch.distributed.broadcast_object_list)".format(*found)
+            )
 
 
 def mark(parts: Sequence[Any], names: Sequence[Sequence[str]]) -> None:

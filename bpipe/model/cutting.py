@@ -89,12 +89,13 @@ class Cutting:
             raise self._refusal(name, " holds itself, or is nested deeper than Python can follow") from None
 
     def _split(self, value: Any, spec: Any, path: str) -> list[Any]:
-        if is_repeating(spec):
+        if spec is not DEFAULT and is_repeating(spec):
             return [value] * self._m
         found = inside(value)
         if found is None:
             return list(self._leaf(value, spec, path))
-        specs, before = specs_of(found, value, spec, path), len(self._rows)
+        specs = [DEFAULT] * found.num_own if spec is DEFAULT else specs_of(found, value, spec, path)
+        before = len(self._rows)
         columns = [self._split(part, specs[i], found.path(i, path)) for i, part in enumerate(found.parts[: found.num_own])]
         rows = self._rows[before:]
         if spec is DEFAULT and isinstance(value, (tuple, list, deque)) and not (found.are_fields or path == "args"):

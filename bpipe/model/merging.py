@@ -13,6 +13,7 @@ from bpipe.model.specs import DEFAULT, misfit, outline, specs_of
 
 __all__: list[str] = []
 
+ADVICE = "Make them alike, give an output_merge_spec, or pass return_outputs=False and use them in loss_fn"
 Join = Callable[[Sequence[Any], Any], Any]  # joins values at the same place, given their spec
 
 
@@ -30,7 +31,7 @@ def join_values(parts: Sequence[Any], spec: Any) -> Any:
     return join(parts, dim)
 
 
-def merge(outputs: Sequence[Any], spec: Any = None, *, join_leaves: Join = join_values, option: str = "output_merge_spec") -> Any:
+def merge(outputs: Sequence[Any], spec: Any = None, *, join_leaves: Join = join_values, advice: str = ADVICE) -> Any:
     """Merge the outputs of the microbatches: concatenate tensors along the dimension that the spec names (0 by default).
 
     Tensors without dimensions are stacked. A spec with `reduce_fn` and `init_value` (torch's reducers) folds instead;
@@ -41,7 +42,7 @@ def merge(outputs: Sequence[Any], spec: Any = None, *, join_leaves: Join = join_
         outputs: of the microbatches.
         spec: of what is merged how.
         join_leaves: joins values at the same place, given their spec; default: as described.
-        option: what users call the spec.
+        advice: what to do if they do not fit together.
 
     Raises:
         ConfigurationError: the spec does not fit.
@@ -59,8 +60,7 @@ def merge(outputs: Sequence[Any], spec: Any = None, *, join_leaves: Join = join_
         raise
     except (TypeError, ValueError, IndexError, RuntimeError) as error:
         raise StageError(
-            f"the outputs of the microbatches do not fit together: {error}. "
-            f"Make them alike, give an {option}, or pass return_outputs=False and use them in loss_fn"
+            f"the outputs of the microbatches do not fit together: {error}. {advice}"
         ) from error
 
 

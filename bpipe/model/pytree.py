@@ -241,3 +241,13 @@ def mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
         return value._replace(data=change(value.data))
     found = inside(value)
     return value if found is None else found.make([mapped(change, part) for part in found.parts])
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors that `mapped` changes, in its order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, PackedSequence):
+        return [value.data]
+    found = inside(value)
+    return [] if found is None else [tensor for part in found.parts for tensor in tensors_of(part)]

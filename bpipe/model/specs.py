@@ -15,8 +15,8 @@ DEFAULT = object()  # no spec was given: dimension 0 of every value that holds s
 
 
 def is_repeating(spec: Any) -> bool:
-    """Return whether a spec says that every microbatch gets the value whole: None, or torch's `_Replicate`."""
-    return spec is not DEFAULT and not hasattr(spec, "split_dim") and inside(spec) is None
+    """Return whether a spec that was given says that every microbatch gets the value whole: None, or torch's `_Replicate`."""
+    return not hasattr(spec, "split_dim") and inside(spec) is None
 
 
 def specs_of(found: Inside, value: Any, spec: Any, path: str) -> list[Any]:

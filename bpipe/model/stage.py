@@ -17,17 +17,17 @@ from bpipe.comm.transport.process_group import group_of, rank_and_size
 from bpipe.comm.wire.dtensor import mesh_among
 from bpipe.device import with_index
 from bpipe.errors import ConfigurationError, StageError
+from bpipe.flow.shape_arguments import named_skips
 from bpipe.memory.makeup import Makeups
 from bpipe.model.cut import cut_of
 from bpipe.model.examples import NAMES, Example, examples_of, inputs_of, is_example
 from bpipe.model.of_torch_alone import STAGE, check_missing, check_overrides
 from bpipe.model.torch_graph import TracedCalls, mark_copies
 from bpipe.not_copied import NotCopied
-from bpipe.skips.routes import named_skips
 from bpipe.torch_private.distributed import contexts_of_stage, mesh_of_stage
 
 if TYPE_CHECKING:
-    from bpipe.as_torch.stage_info import PipelineStageInfo
+    from bpipe.model.stage_info import PipelineStageInfo
 
 __all__ = ["PipelineStage"]
 
@@ -130,7 +130,7 @@ class PipelineStage(NotCopied):
             )
         depth = num_stages // directions
         cut = cut_of(submodule)
-        if cut is not None and cut[1:] != (stage_index % depth, depth):
+        if cut is not None and (cut.stage, cut.num_stages) != (stage_index % depth, depth):
             raise ConfigurationError(
                 f"the module is stage {cut.stage} of {cut.num_stages} of the model that it was cut from, "
                 f"but it was given as stage {stage_index % depth} of {depth}"
@@ -273,7 +273,7 @@ class _AdoptedStage(PipelineStage):
 
 def in_context(stage: PipelineStage, microbatch: int) -> Callable[..., Any]:
     """Return the module as it runs for a microbatch inside the context that is registered, which must not hide its errors."""
-    from bpipe.as_torch.stage_info import PipelineStageInfo
+    from bpipe.model.stage_info import PipelineStageInfo
 
     (context_factory,) = stage.forward_contexts.values()
     index = stage.stage_index % (stage._depth * stage.directions)  # of a plan with paths, the same in each replica

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import operator
 import re
+from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from bpipe.comm.wire.dtensor import local
 from bpipe.errors import ConfigurationError, StageError
+from bpipe.flow.shape_arguments import Skip
 from bpipe.model.ties import MARK, Tie, mark_ties, shared_by
-from bpipe.skips.routes import Skip
 
 __all__: list[str] = []
 
@@ -53,6 +57,7 @@ class TracedCalls:
         return result if place is None else result[place]
 
 
+NO_GRAPH = SimpleNamespace(nodes=())
 CALL = re.compile(r"@\d+")  # the number of a call in the name of a module that is called several times
 
 
@@ -63,11 +68,38 @@ def mark_copies(graph: Any, module: Any) -> None:
         return
     parts = [model.get_submodule(str(node.target)) for node in stages_in(graph)]
     shared: dict[str, dict[int, list[str]]] = {}
+    unclear: set[str] = set()
     for number, part in enumerate(parts):
-        for name, _ in part.named_parameters():
+        unclear |= _tie_aliases(part)
+        for name, _ in part.named_parameters(remove_duplicate=False):
             shared.setdefault(CALL.sub("", name), {}).setdefault(number, []).append(name)
-    copies: list[Tie] = [tie for tie in shared.values() if len(tie) > 1]
+    copies = [Tie(names, is_one=name not in unclear) for name, names in shared.items() if len(names) > 1]
     mark_ties(parts, [*shared_by(parts), *copies])
+
+
+def _tie_aliases(part: Any) -> set[str]:
+    """Let names that a stage does not use stand for the parameter that they are another name of; return those for which none is.
+
+    The tracer leaves a stage all names of a parameter that it uses, with a copy for each. The right one has the same values; if
+    others have them, too, as biases that are zero, nothing shows which it is.
+    """
+    called = {str(node.target) for node in getattr(part, "graph", NO_GRAPH).nodes if node.op in ("call_module", "get_attr")}
+    named = dict(part.named_parameters(remove_duplicate=False))
+    used = {name: one for name, one in named.items() if not called or any(f"{name}.".startswith(f"{own}.") for own in called)}
+    unclear = set()
+    for name in named.keys() - used.keys():
+        alike = [one for one in used.values() if _is_alike(one, named[name])]
+        if len({*map(id, alike)}) == 1:
+            owner, _, entry = name.rpartition(".")
+            setattr(part.get_submodule(owner), entry, alike[0])
+        else:
+            unclear.add(CALL.sub("", name))
+    return unclear
+
+
+def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    looks = [(each.shape, each.dtype, each.device) for each in (one, other)]
+    return one is other or (looks[0] == looks[1] and not one.is_meta and torch.equal(local(one), local(other)))
 
 
 def stages_in(graph: Any) -> list[Any]:

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bpipe.cleanup import noted_on
-from bpipe.engine.settings import changed
 from bpipe.errors import StageError
 from bpipe.model.stage import ModuleSnapshot
+from bpipe.parallel.settings import changed
 from bpipe.schedules import Action, Op
 from bpipe.torch_private.ddp_reducer import DELAYS, averages_check, forget_backward, make_buffers_equal, option_of
 
@@ -49,6 +49,13 @@ class Replicated:
         self._reducing = {index: [one for one in of if one.require_backward_grad_sync] for index, of in self.stages.items()}
         with changed([(one, "require_backward_grad_sync", False) for of in self.stages.values() for one in of]):
             yield
+
+    def averaged_later(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters whose gradients this step only adds up, as the user has said (`no_sync`)."""
+        for index, replicas in self.stages.items():
+            for replica in replicas:
+                if replica not in self._reducing[index]:
+                    yield from replica.parameters()
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:

@@ -17,9 +17,9 @@ from torch import nn
 
 from bpipe.backward.new_gradients import apart
 from bpipe.cleanup import keeping, noted_on
-from bpipe.engine.settings import Setting, changed
 from bpipe.model.stage import ModuleSnapshot
 from bpipe.parallel.ddp import Replicated, last_of
+from bpipe.parallel.settings import Setting, changed
 from bpipe.plan.action import SHARDING
 from bpipe.schedules import Action, Op
 from bpipe.torch_private.fsdp_states import (
@@ -58,7 +58,7 @@ class Sharding:
         planned = {action.stage for action in lane if action.op in SHARDING and action.peer is None}
         self._last = last_of(lane, BACKWARDS) if any(units.values()) else {}
         self.stages = {
-            index: _ShardedStage(found, is_planned=index in planned)
+            index: ShardedStage(found, is_planned=index in planned)
             for index, found in units.items()
             if index in planned or (found and index in self._last)
         }
@@ -78,6 +78,10 @@ class Sharding:
                 if stage.frees_after_backward:
                     self.undivided.add(index)
             yield
+
+    def averaged_later(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters under DDP whose gradients a later step averages. Those under FSDP have none before."""
+        yield from self._replicated.averaged_later()
 
     def around(self, action: Action) -> AbstractContextManager[None]:
         """Wrap a backward (or I, or W), and update the gradients of its stage when it ends."""
@@ -101,7 +105,7 @@ class Sharding:
             stage.reduce()
 
 
-class _ShardedStage:
+class ShardedStage:
     """A stage's modules under FSDP: none if it is not sharded."""
 
     def __init__(self, units: Sequence[Any], *, is_planned: bool) -> None:
@@ -164,7 +168,7 @@ class _ShardedStage:
             streams.all_gather_copy_in_stream.wait_stream(streams.all_gather_stream)
 
     def separate(self) -> None:
-        """Separate the unsharded gradients of a backward, so that no two share memory, as `NewGradients` does with all others."""
+        """Separate the unsharded gradients of a backward, so that no two share memory, as `Compute` does with all others."""
         wholes = [whole for parameter in self._without if (whole := gathered(parameter)) is not None]
         apart([whole for whole in wholes if whole.grad is not None])
         self._without = [one for one in self._without if (whole := gathered(one)) is None or whole.grad is None]

@@ -8,9 +8,9 @@ Example:
     (800, 600, 400, 200)
 """
 
+from bpipe.estimate.layers import LayerCost
 from bpipe.partition.choice import StageChoice
 from bpipe.partition.choose import choose_stages
-from bpipe.partition.layers import LayerCost
 from bpipe.partition.sequence import slice_lengths
 
 __all__ = ["LayerCost", "StageChoice", "choose_stages", "slice_lengths"]

@@ -50,12 +50,11 @@ class StageChoice:
         head = ("stage", "rank", "modules", "forward ms", "backward ms", "saved MiB", "static MiB")
         rows = [head, *map(self._row, range(len(self.stages)))]
         slowest, fullest = (values.index(max(values)) for values in (self.rank_s, self.rank_bytes))
-        plan = self.plan
-        cut = f" of {plan.slices} slices" if plan.slices > 1 else ""
         return "\n".join(
             [
                 *columns(rows, numbers={*range(len(head))} - {head.index("modules")}),
-                f"{plan.name}, {plan.num_microbatches} microbatches{cut}: a step of {1e3 * self.step_s:.4g} ms, simulated",
+                f"{self.plan.name}, {self.plan.num_microbatches} microbatches{self.plan.units.parts}: "
+                f"a step of {1e3 * self.step_s:.4g} ms, simulated",
                 f"slowest: rank {slowest}, {1e3 * self.rank_s[slowest]:.4g} ms per microbatch; "
                 f"fullest: rank {fullest}, {_mib(self.rank_bytes[fullest])} MiB",
             ]

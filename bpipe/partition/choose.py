@@ -13,10 +13,10 @@ from typing import Literal, get_args
 
 from bpipe.checks import budgets_of, check_choice, check_count
 from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.estimate.cut_search import Ends, best_of_all, even, improved, narrowest, pieces
+from bpipe.estimate.layers import Chain, LayerCost
 from bpipe.partition.choice import StageChoice
-from bpipe.partition.cut_search import Ends, best_of_all, even, improved, narrowest, pieces
 from bpipe.partition.holdings import Holdings
-from bpipe.partition.layers import Chain, LayerCost
 from bpipe.schedules import Link, Plan, build, simulate
 from bpipe.schedules.registry import rule_named
 

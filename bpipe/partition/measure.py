@@ -16,18 +16,18 @@ from bpipe.backward.autograd import edges_of, enter
 from bpipe.checks import check_count, check_positive
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.bench import Forward, Measured, clock, halves_s
+from bpipe.estimate.layers import LayerCost
 from bpipe.estimate.state_bytes import MASTER_BYTES, STATE_BYTES
 from bpipe.flow.flow import value_name
+from bpipe.flow.shape_arguments import Skip
 from bpipe.memory.saved.storages import element_bytes
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.preserve_state import preserved_state
 from bpipe.model.pytree import mapped
-from bpipe.partition.layers import LayerCost
 from bpipe.partition.name_lists import CONTAINERS, Names, is_series
 from bpipe.partition.observe import Loss, Seen, observed
 from bpipe.partition.split_check import in_a_row
 from bpipe.plan.sizes import Amount
-from bpipe.skips.routes import Skip
 
 __all__ = ["measure_layers"]
 

@@ -35,9 +35,9 @@ def split_model(
         model: the whole model; it is not changed.
         stages: for each stage the names of its modules, as in torchtitan's `module_fqns_per_model_part`;
             `bpipe.partition.model_split.at_cuts` makes such lists from the first layer of each stage. A module that several stages
-            name, or a weight of theirs (tied embeddings), is shared by them: where they are different processes, the first step
-            is refused unless `TiedWeights` has it. Parameters and buffers of a module that is itself not named may be named: the
-            stages that name them have them; buffers without a name in any list are on all stages. Such entries of an
+            name, or a weight of theirs (tied embeddings), is shared by them: where they are different processes, each step adds
+            its gradients up, and statistics of a norm are refused. Parameters and buffers of a module that is itself not named may
+            be named: the stages that name them have them; buffers without a name in any list are on all stages. Such entries of an
             `nn.ParameterList` or `nn.ParameterDict` go with those of a series of modules beside it that has the same entries.
         missing: what stands where a module is missing: "pass" (it returns its first argument), "none" (`None`, which
             torchtitan's models expect), "zero" (a number that changes nothing when added, for embeddings of positions), or a

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 from bpipe.checks import check_choice, check_count
 from bpipe.errors import ConfigurationError
-from bpipe.partition.cut_search import Ends, cheapest
+from bpipe.estimate.cut_search import Ends, cheapest
 
 __all__ = ["slice_lengths"]
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from bpipe.errors import ConfigurationError, StageError, format_error
+from bpipe.flow.shape_arguments import Skip
 from bpipe.model.preserve_state import preserved_state
 from bpipe.model.pytree import flattened, mapped
 from bpipe.partition.router_loss import plain
-from bpipe.skips.routes import Skip
 
 __all__ = ["check_split"]
 

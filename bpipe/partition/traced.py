@@ -12,13 +12,13 @@ from torch import fx, nn
 
 from bpipe.device.generators import PYTHON, TORCH, are_equal
 from bpipe.errors import ConfigurationError
+from bpipe.flow.shape_arguments import Skip
 from bpipe.model.cut import mark
 from bpipe.partition.model_split import listed
 from bpipe.partition.name_lists import Names, raise_all
 from bpipe.partition.split_check import DifferenceError, compare
 from bpipe.partition.traced_proof import Attributes, in_mode
 from bpipe.partition.transformers import transformer_layers
-from bpipe.skips.routes import Skip
 from bpipe.torch_private.modules import hooks_of
 
 __all__ = ["split_traced"]

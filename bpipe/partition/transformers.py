@@ -41,8 +41,8 @@ def split_transformer(
     last one returns logits as a plain tensor (a model without a head, its last hidden states), the others hidden states. Every
     stage takes the keyword arguments that the model takes, such as `attention_mask` and `position_ids`: give those to `step` on
     every rank. Nothing is cached. Stages share the modules and parameters of the model, under its names; a weight that input
-    embeddings and head share is on the first stage and on the last: where these are different processes, make `TiedWeights` of it
-    before the first step, which is refused without.
+    embeddings and head share is on the first stage and on the last: where these are different processes, each step adds its
+    gradients up.
 
     With `output_router_logits`, in the configuration or in `step` on every rank, a mixture of experts trains with the loss of its
     router, too: the logits of all layers reach the last stage, and the gradient of the model's loss of them comes with that of

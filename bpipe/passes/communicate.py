@@ -11,8 +11,8 @@ A forward and a backward that run side by side get the inputs of both before the
 A message of skips to a stage that is no neighbour is received as soon as it has been made, so that it waits where it is used, and
 its sender may evict. The gradients that come back for it are received before they are used.
 
-Where a plan has two directions, each stage exchanges gradients with its twin as soon as its last backward has run, and adds them up
-when its rank has computed everything.
+Stages with weights in common, such as the twins of two directions, exchange the gradients as soon as the last backward of these has
+run, and add them up when their rank has computed everything.
 
 A send is completed once the next one of its channel has started, before its microbatch has been evicted or runs backward,
 but not before its receive has completed in one global order of the computations (`order.clock`). If gradients stay in their
@@ -26,7 +26,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -40,6 +40,7 @@ from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
 
+CHANGES_GRADIENTS = COMPUTE - {Op.F, Op.R} | {Op.REDUCE_GRAD}
 KEPT = (COMPUTE - {Op.R}) | SHARDING  # kept by a pass that makes new evictions and recomputations
 
 
@@ -74,11 +75,51 @@ def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None =
     starts, begins = times or clock_of(plan, computed)
     arrivals = _arrivals(plan, computed, starts, begins)
     sent, received = (_Routes(plan, begins, arrivals, starts, is_sent=is_sent) for is_sent in (True, False))
-    exchanges = _exchanges(plan, computed, starts)
-    return replace(
-        plan,
-        actions=tuple(_Lane(plan, rank, times, sent, received, exchanges[rank]).emit() for rank, times in enumerate(starts)),
-    )
+    made = replace(plan, actions=tuple(_Lane(plan, rank, times, sent, received).emit() for rank, times in enumerate(starts)))
+    return with_exchanges(made, starts) if plan.flow.sums else made
+
+
+def with_exchanges(plan: Plan, starts: Sequence[Sequence[int]] | None = None) -> Plan:
+    """Add the exchanges of gradients to a plan that lacks nothing else.
+
+    Each follows the last backward of all that it is of, what that sends, and a reduction over data-parallel replicas. Two ranks
+    exchange theirs in one order: that in which the later end is ready.
+
+    Args:
+        starts: when the computations start, if known.
+    """
+    computed = [plan.compute(rank) for rank in range(plan.num_ranks)]
+    ends: dict[int, int] = {}  # of each stage, when its last backward has ended
+    for lane, times in zip(computed, starts or clock_of(plan, computed)[0]):
+        ends |= {action.stage: start + UNITS[action.op] for action, start in zip(lane, times) if action.op is not Op.F}
+    flow, ready = plan.flow, dict[frozenset[int], int]()
+    for (stage, _), (other, after) in flow.exchanges.items():
+        both = frozenset((stage, other))
+        ready[both] = max(ready.get(both, 0), *map(ends.__getitem__, after))
+    behind: list[dict[int, list[Action]]] = [defaultdict(list) for _ in plan.actions]  # by place in the lane
+    for stage, part in sorted(flow.exchanges, key=lambda key: ready[frozenset((key[0], flow.exchanges[key].other))]):
+        other, after = flow.exchanges[stage, part]
+        rank, action = plan.stage_ranks[stage], Action(Op.REDUCE_GRAD, stage, 0, part, plan.stage_ranks[other])
+        behind[rank][max([_place_behind(plan.actions[rank], after), *behind[rank]])].append(action)
+    return replace(plan, actions=tuple(_with_exchanges(lane, found) for lane, found in zip(plan.actions, behind)))
+
+
+def _place_behind(lane: Sequence[Action], stages: Set[int]) -> int:
+    """Return the place of the last action in a lane that changes gradients of stages, or sends what it has made."""
+    changes = (i for i, one in enumerate(lane) if one.stage in stages and one.op in CHANGES_GRADIENTS and one.peer is None)
+    place = max(changes)
+    while place + 1 < len(lane) and lane[place + 1].op in (Op.SEND_F, Op.SEND_B):
+        place += 1
+    return place
+
+
+def _with_exchanges(lane: Sequence[Action], behind: Mapping[int, Sequence[Action]]) -> tuple[Action, ...]:
+    """Return a lane with exchanges behind some places, and their completions at its end, those of a stage one after the other."""
+    by_stage: dict[int, list[Action]] = {}
+    for action in (action for found in behind.values() for action in found):
+        by_stage.setdefault(action.stage, []).append(action._replace(op=Op.WAIT_REDUCE_GRAD))
+    posted = (each for place, action in enumerate(lane) for each in (action, *behind.get(place, ())))
+    return (*posted, *(wait for waits in by_stage.values() for wait in waits))
 
 
 def sent_by(plan: Plan, action: Action) -> list[Action]:
@@ -165,14 +206,13 @@ class _Routes(dict[tuple[Op, int, int], tuple[_Route, ...]]):
 
     def of(self, steps: Sequence[Action]) -> list[tuple[_Route, ...]]:
         """Return the routes of each of a rank's computations."""
-        slices, period = self._flow.slices, self._flow.period
-        if period == 1:
+        if self._flow.period == 1:
             return [self[op, stage, 0] for op, stage, _, _, _ in steps]
-        return [self[op, stage, unit // slices % period] for op, stage, unit, _, _ in steps]
+        return [self[op, stage, self._flow.turn_of(unit)] for op, stage, unit, _, _ in steps]
 
     def __missing__(self, kind: tuple[Op, int, int]) -> tuple[_Route, ...]:
         op, stage, turn = kind
-        action = Action(op, stage, turn * self._flow.slices)
+        action = Action(op, stage, self._flow.units.of(turn)[0])
         messages = _messages(self._flow, action, is_sent=self._is_sent)
         self[kind] = tuple(self._route(stage, message, _transfer(action, message, is_sent=self._is_sent)) for message in messages)
         return self[kind]
@@ -190,27 +230,6 @@ class _Routes(dict[tuple[Op, int, int], tuple[_Route, ...]]):
         return _Route(transfer.op, WAIT_OF[transfer.op], transfer.part, message.rank, message.returns, times, early)
 
 
-def _exchanges(plan: Plan, computed: Sequence[Sequence[Action]], starts: Sequence[Sequence[int]]) -> list[list[tuple[int, Action]]]:
-    """Return for each rank the exchanges of gradients with twins, each with the number of computations after which it starts.
-
-    Two ranks exchange those of their stages in one order: that in which the later of both twins runs its last backward.
-    """
-    exchanges: list[list[tuple[int, Action]]] = [[] for _ in computed]
-    sums = plan.flow.sums
-    if not sums:
-        return exchanges
-    last: dict[int, tuple[int, int]] = {}  # of each stage: when its last backward has ended, and after how many computations
-    for lane, times in zip(computed, starts):
-        done = enumerate(zip(lane, times), start=1)
-        last |= {action.stage: (start + UNITS[action.op], index) for index, (action, start) in done if action.op is not Op.F}
-    for pair in sorted(sums, key=lambda pair: max(last[stage][0] for stage in pair)):
-        for one, other in (pair, pair[::-1]):
-            own = exchanges[plan.stage_ranks[one]]
-            after = max([last[one][1], *(index for index, _ in own)])
-            own.append((after, Action(Op.REDUCE_GRAD, one, 0, peer=plan.stage_ranks[other])))
-    return exchanges
-
-
 class _Lane:
     """One rank's list: its computations, and the transfers at the boundary before each of them."""
 
@@ -221,9 +240,8 @@ class _Lane:
         begins: Sequence[int],
         sent: _Routes,
         received: _Routes,
-        exchanges: Sequence[tuple[int, Action]] = (),
     ) -> None:
-        self.plan, self.rank, self.begins, self.slices, self.exchanges = plan, rank, begins, plan.slices, exchanges
+        self.plan, self.rank, self.begins = plan, rank, begins
         self.steps: list[Action] = []
         self.before: list[list[Action]] = [[]]  # evictions and loads at each boundary
         for action in plan.actions[rank]:
@@ -246,12 +264,7 @@ class _Lane:
         at_boundary = zip(self.posted, self.early, self.completed, self.before)
         lane = [action for actions in next(at_boundary) for action in actions]
         made, pairs = list[Action](), self.plan.overlapped  # the sends of what both of a pair make follow the pair
-        exchanged: list[list[Action]] = [[] for _ in self.steps]
-        for after, action in self.exchanges:
-            exchanged[after - 1].append(action)
-        for step, arriving, sends, exchanges, (posted, early, completed, moves) in zip(
-            self.steps, self.arriving, self.sends, exchanged, at_boundary
-        ):
+        for step, arriving, sends, (posted, early, completed, moves) in zip(self.steps, self.arriving, self.sends, at_boundary):
             _, stage, microbatch, _, _ = step
             lane += arriving
             lane.append(step)
@@ -260,12 +273,11 @@ class _Lane:
             if not pairs or not self.plan.begins_pair(step):
                 lane += made
                 made = []
-            lane += exchanges
             lane += posted
             lane += early
             lane += completed
             lane += moves
-        return (*lane, *(action._replace(op=Op.WAIT_REDUCE_GRAD) for _, action in self.exchanges))
+        return tuple(lane)
 
     def _posts(self) -> list[list[Action]]:
         """Return the receives by boundary: one computation before the one that uses them, or earlier if the channel requires it.
@@ -304,7 +316,7 @@ class _Lane:
             if received < 0:
                 send = Action(op, stage, microbatch, part)
                 other = self.plan.other_end(send)[1]
-                raise PlanError(f"{send.text(self.slices)} sends a message that no computation of stage {other} uses")
+                raise PlanError(f"{send.text(self.plan.units)} sends a message that no computation of stage {other} uses")
             received -= peer < self.rank  # of computations at one time, the one of the lower rank comes first
             while boundary < end and begins[boundary] <= received:
                 boundary += 1

@@ -105,7 +105,7 @@ def evict_or_recompute(
     """
     if not plan.has_backward:
         raise ConfigurationError(f"{plan.name} has no backward, so it saves no activations to evict or recompute")
-    sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
+    sizes.check(plan.num_stages, plan.num_ranks, plan.units)
     given = budgets_of("budgets", budgets, plan.num_ranks)
     setting = Setting(costs=costs, sizes=sizes, budgets=given, to=Destinations() if to is None else to)
     search = BudgetSearch(replace(computations_only(plan), sizes=sizes), setting)
@@ -133,8 +133,6 @@ def kept_within(
         bound_s: as for `BudgetSearch`, and so is `below_s`.
         policy: of the same order of fewer microbatches, to be tried first: if it keeps the budgets, nothing else is tried.
     """
-    if order.flow.has_asides:  # whose bytes do not count exactly where forwards run twice
-        setting = replace(setting, recomputes=False)
     as_it_is = kept_as_it_is(order, setting)
     return as_it_is or BudgetSearch(order, setting, bound_s=bound_s, below_s=below_s).within(setting.budgets, policy)
 

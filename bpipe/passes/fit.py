@@ -31,7 +31,7 @@ def budgets_to_keep(plan: Plan, slots: Given, sizes: Sizes | None, budgets: Give
         raise ConfigurationError("give slots=, or sizes= and budgets=")
     if sizes is None:
         return budgets_of("slots", slots, plan.num_ranks)
-    sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
+    sizes.check(plan.num_stages, plan.num_ranks, plan.units)
     return None if budgets is None else budgets_of("budgets", budgets, plan.num_ranks)
 
 

@@ -63,7 +63,7 @@ def pairs_of(lanes: Sequence[Sequence[Action]], flow: Flow) -> frozenset[Microba
             if not is_ready(first):
                 break
             is_pair = bool(both) and first.op is Op.F and both[0].op is Op.B
-            is_pair = is_pair and first.microbatch // flow.slices != both[0].microbatch // flow.slices
+            is_pair = is_pair and first.microbatch // flow.units != both[0].microbatch // flow.units
             if is_pair and is_ready(both[0]):
                 pairs.add(first.key)
             elif is_pair and not splits:

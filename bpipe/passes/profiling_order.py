@@ -36,7 +36,7 @@ def profiling_order(plan: Plan) -> Plan:
         backwards = [(op, s) for s in reversed(stages) for op in (HALVES if s in halved else (Op.B,))]
         lane: list[Action] = []
         for microbatch in range(plan.num_microbatches):
-            units = plan.units_of(microbatch)
+            units = plan.units.of(microbatch)
             actions = [Action(Op.F, stage, unit) for unit in units for stage in stages if plan.passes(stage, unit)]
             actions += [Action(op, stage, unit) for unit in reversed(units) for op, stage in backwards if plan.passes(stage, unit)]
             lane += [a for action in actions for a in (_gathered(action) if is_sharded else (action,))]

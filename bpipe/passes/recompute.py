@@ -10,12 +10,12 @@ It costs one forward for each microbatch over the budget, and no transfer, so it
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import count, pairwise
 from math import inf
 
 from bpipe.errors import BudgetError
@@ -23,7 +23,7 @@ from bpipe.passes.balance.balance import default_slots
 from bpipe.passes.communicate import communicate, computations_only
 from bpipe.passes.fit import Budgets, Given, budgets_to_keep, least_raised, refusal
 from bpipe.plan.action import BACKWARD, Action, Op
-from bpipe.plan.meter import Change
+from bpipe.plan.meter import NOTHING, Change
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 
@@ -32,6 +32,7 @@ __all__ = ["recompute"]
 TRIES = 4  # attempts to free memory for messages that R lets arrive earlier
 
 Which = tuple[int, int]  # stage, microbatch
+Counted = tuple[tuple[Change, Change], ...]  # what an action takes and gives if its microbatch is kept, and if it is recomputed
 Recomputed = tuple[frozenset[Which], ...]  # the microbatches that a plan recomputes, by rank
 
 
@@ -156,6 +157,12 @@ def _running_again(lane: Sequence[Action], chosen: Collection[Which]) -> tuple[A
     return tuple(action for pair in pairs for action in pair)
 
 
+def _more(change: Change, held: tuple[Mapping[int, int], Mapping[int, int]], place: int) -> Change:
+    """Return what an action at a place of a lane takes and gives with what begins and ends to be held there."""
+    (takes, gives), (begun, ended) = change, held
+    return takes + begun.get(place, 0), gives + ended.get(place, 0)
+
+
 class _Rank:
     """One rank's list, in which as few microbatches as possible are to be recomputed.
 
@@ -165,20 +172,33 @@ class _Rank:
     def __init__(self, plan: Plan, rank: int, lane: Sequence[Action]) -> None:
         self.able = {stage for stage in plan.stages_of(rank) if not plan.flow.shares_memory(stage)}
         self._static = 0 if plan.sizes is None else plan.sizes.static[rank]
-        self._meter, self._slices, self._enough = plan.meter(), plan.slices, inf
-        self._counted: dict[tuple[Op, int, int, int], tuple[tuple[Change, Change], ...]] = {}
+        self._meter, self._k, self._enough = plan.meter(), plan.units, inf
+        self._counted: dict[tuple[Op, int, int, int], Counted] = {}
         ends = {action.key: index for index, action in enumerate(lane) if action.op in BACKWARD and action.stage in self.able}
         # Of each action: its microbatch, the place of its backward if it is a forward that may be recomputed, and what it counts.
-        self._events = [(a.key, ends.get(a.key) if a.op is Op.F else None, self._count(a)) for a in lane]
+        counted = self._with_holds(lane, ends) if self._meter.has_holds else map(self._count, lane)
+        self._events = [(a.key, ends.get(a.key) if a.op is Op.F else None, of_one) for a, of_one in zip(lane, counted)]
 
-    def _count(self, action: Action) -> tuple[tuple[Change, Change], ...]:
+    def _count(self, action: Action) -> Counted:
         """Return what an action takes and gives if its microbatch is kept, and if it is recomputed; ahead of a backward also R."""
         op, stage, unit, part, _ = action
-        kind = op, stage, unit % self._slices, part  # units are alike, but for the sizes of their slices
+        kind = op, stage, unit % self._k, part  # microbatches are alike, but for the sizes of their units
         if kind not in self._counted:
             both = (Action(Op.R, stage, unit), action) if op in BACKWARD else (action,)
             self._counted[kind] = tuple((self._meter.change(one), self._meter.change(one, again=True)) for one in both)
         return self._counted[kind]
+
+    def _with_holds(self, lane: Sequence[Action], able: Collection[Which]) -> Iterator[Counted]:
+        """Yield what each action counts with what its microbatch holds until the last of several actions, in either case.
+
+        Such holds begin and end at actions of one microbatch of one stage, because no other stage of the rank has what they are of.
+        """
+        usual, again, places = self._meter.held(lane), self._meter.held(_running_again(lane, able)), count()
+        for index, action in enumerate(lane):
+            *first, own = self._count(action)
+            found = [(NOTHING, _more(change, again, next(places))) for _, change in first if action.key in able]
+            kept, change = own
+            yield (*found, (_more(kept, usual, index), _more(change, again, next(places))))
 
     def chosen(self, limit: int | None) -> frozenset[Which] | None:
         """Choose the microbatch needed last whenever the limit is exceeded, and return all; None if that is not enough."""

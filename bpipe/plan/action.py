@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
+from bpipe.flow.units import Units
 
 __all__ = ["Action", "Channel", "Op", "Purpose"]
 
@@ -37,7 +38,7 @@ class Op(StrEnum):
     RETURN = "RETURN"  # the acceptor's end of a LOAD
     UNSHARD = "UNSHARD"  # gather a stage's weights (fully sharded data parallelism); for a stage, not for a microbatch
     RESHARD = "RESHARD"  # free the gathered weights
-    # reduce a stage's gradients over the data-parallel replicas, or with a peer: exchange them with the stage's twin on that rank
+    # reduce a stage's gradients over the data-parallel replicas, or with a peer: exchange those of what a stage there has, too
     REDUCE_GRAD = "REDUCE_GRAD"
     WAIT_SEND_F = "WAIT_SEND_F"
     WAIT_RECV_F = "WAIT_RECV_F"
@@ -47,7 +48,7 @@ class Op(StrEnum):
     WAIT_LOAD = "WAIT_LOAD"
     WAIT_ACCEPT = "WAIT_ACCEPT"
     WAIT_RETURN = "WAIT_RETURN"
-    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"  # with a peer: add up what both twins have
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"  # with a peer: add up what both have
 
     __hash__ = str.__hash__  # Enum's own is a Python call, and plans hash millions of operations
 
@@ -118,7 +119,8 @@ Identity = tuple[Op, int, int, int]  # operation, stage, microbatch, part
 class Action(NamedTuple):
     """An operation on one microbatch of one stage, or on one slice of a microbatch where a plan cuts each into k slices.
 
-    A message of skips, between stages that are no neighbours, names the stage at its other end: `0SEND_F3>5`, `5RECV_F3<0`.
+    A message of skips, between stages that are no neighbours, names the stage at its other end: `0SEND_F3>5`, `5RECV_F3<0`. So does
+    an exchange of gradients, except between twins: `0REDUCE_GRAD>5`, `5REDUCE_GRAD>0`.
 
     Its first four fields identify it within a plan, except for UNSHARD, RESHARD and REDUCE_GRAD without a peer, which concern a
     whole stage and may occur again.
@@ -129,7 +131,7 @@ class Action(NamedTuple):
         microbatch: its number; 0 if the operation concerns the whole stage. In a plan with k slices per microbatch it counts units:
             slice s of microbatch i is unit k*i + s (`PlanData.slices` has all that follows).
         part: for an eviction, the part of the microbatch's saved bytes that moves, from 1 on; 0 for all of them. For a message
-            between stages that are no neighbours, one more than the stage at its other end.
+            between stages that are no neighbours, and an exchange, one more than the stage at its other end; 0 between twins.
         peer: the rank at the other end of a transfer, or HOST for this rank's own host memory.
 
     Example:
@@ -148,11 +150,11 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return self.text()
 
-    def text(self, slices: int = 1) -> str:
+    def text(self, units: int = 1) -> str:
         """Write the action without its peer; in a plan with several slices per microbatch, with the slice: `2F0/1`."""
         if self.op in SHARDING:
-            return f"{self.stage}{self.op.value}"
-        return f"{self.stage}{self.op.value}{unit_text(self.microbatch, slices)}{self._part_text if self.part else ''}"
+            return f"{self.stage}{self.op.value}{f'>{self.part - 1}' if self.part else ''}"
+        return f"{self.stage}{self.op.value}{Units(units).text(self.microbatch)}{self._part_text if self.part else ''}"
 
     @property
     def _part_text(self) -> str:
@@ -161,12 +163,12 @@ class Action(NamedTuple):
         return f".{self.part}"
 
     @classmethod
-    def parse(cls, text: str, slices: int = 1) -> Action:
+    def parse(cls, text: str, units: int = 1) -> Action:
         """Read `2F0`, `2UNSHARD`, or `2EVICT0.1@5` with a part after the dot and the peer's rank, or `host`, after the @.
 
         Args:
             text: the action, which names a slice (`2F0/1`) if and only if a microbatch has several.
-            slices: k, the slices of a microbatch.
+            units: how many a microbatch has, its slices.
 
         Raises:
             PlanError: the text is not an action of such a plan.
@@ -175,13 +177,13 @@ class Action(NamedTuple):
         if match is None:
             expected = "expected a stage, an operation and a microbatch, such as 2F0 or 2EVICT0@5"
             raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action: {expected}")
-        stage, sharding, twin, op, microbatch, in_slices, part, arrow, other, peer = match.groups()
+        stage, sharding, tied, rank, op, microbatch, place, part, arrow, other, peer = match.groups()
         if sharding is not None:
-            return cls(Op(sharding), int(stage), 0, peer=None if twin is None else int(twin))
-        if (in_slices is None) is not (slices == 1) or int(in_slices or 0) >= slices:
-            expected = f"one of its {slices} slices, such as 2F0/{slices - 1}" if slices > 1 else "a whole microbatch, such as 2F0"
-            raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action of a plan with slices={slices}: expected {expected}")
-        unit = int(microbatch) * slices + int(in_slices or 0)
+            return cls(Op(sharding), int(stage), 0, 0 if tied is None else int(tied) + 1, None if rank is None else int(rank))
+        try:
+            unit = Units(units).read(microbatch, place)
+        except ValueError as error:
+            raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action {error}") from None
         number = int(part or 0) if other is None else int(other) + 1
         action = cls(Op(op), int(stage), unit, number, None if peer is None else HOST if peer == "host" else int(peer))
         if (arrow or (part and ".")) not in (None, action._part_text[0]):
@@ -224,7 +226,7 @@ class Action(NamedTuple):
 
     @property
     def is_exchange(self) -> bool:
-        """Whether it starts to exchange the gradients of its stage with the stage's twin: a send and a receive."""
+        """Whether it starts to exchange gradients of its stage with another rank: a send and a receive."""
         return self[0] is Op.REDUCE_GRAD and self[4] is not None
 
     @property
@@ -248,23 +250,14 @@ def channel_of(op: Op, rank: int, peer: int | None) -> Channel:
     return Channel(SENDS[op], rank, peer) if op in SENDS else Channel(RECEIVES[op], peer, rank)
 
 
-def unit_text(unit: int, slices: int) -> str:
-    """Write the microbatch of a unit, with its slice where a microbatch has several: `3`, or `3/1`.
-
-    Example:
-        >>> unit_text(13, slices=1), unit_text(13, slices=4)
-        ('13', '3/1')
-    """
-    return f"{unit}" if slices == 1 else f"{unit // slices}/{unit % slices}"
-
-
 def _names(ops: Iterable[Op]) -> str:
     return "|".join(sorted((op.value for op in ops), key=len, reverse=True))
 
 
 _NUMBER = r"\d{1,9}"
 _PATTERN = re.compile(
-    rf"({_NUMBER})(?:({_names(SHARDING)})(?:@({_NUMBER}))?|({_names(set(Op) - SHARDING)})({_NUMBER})(?:/({_NUMBER}))?"
+    rf"({_NUMBER})(?:({_names(SHARDING)})(?:(?<=REDUCE_GRAD)>({_NUMBER}))?(?:@({_NUMBER}))?"
+    rf"|({_names(set(Op) - SHARDING)})({_NUMBER})(?:/({_NUMBER}))?"
     rf"(?:\.({_NUMBER})|([<>])({_NUMBER}))?(?:@({_NUMBER}|host))?)",
     re.ASCII,
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from bpipe.plan.action import COMPUTE, HOST, Action, Op, unit_text
+from bpipe.plan.action import COMPUTE, HOST, Action, Op
 from bpipe.plan.amounts import show_each
 from bpipe.plan.order import UNITS, clock_of
 from bpipe.plan.plan_data import PlanData
@@ -120,7 +120,7 @@ def _cells(plan: PlanData, lane: Sequence[Action], starts: Sequence[int], window
     several = plan.num_stages > plan.num_ranks
     is_beside = False  # whether the computation before this one runs side by side with it
     for action, start in zip(lane, starts):
-        name = f"{action.stage if several else ''}{action.op}{unit_text(action.microbatch, plan.slices)}"
+        name = f"{action.stage if several else ''}{action.op}{plan.units.text(action.microbatch)}"
         units = range(UNITS[action.op])
         for unit in units:
             if start + unit in window:
@@ -140,7 +140,7 @@ def _moves(plan: PlanData, rank: int, starts: Sequence[int], length: int) -> dic
             done += 1
         elif action.op in MARKS:
             column = starts[min(done, len(starts) - 1)]
-            mark = f"{MARKS[action.op][action.peer == HOST]}{unit_text(action.microbatch, plan.slices)}"
+            mark = f"{MARKS[action.op][action.peer == HOST]}{plan.units.text(action.microbatch)}"
             moves.setdefault(min(column, length - 1), {})[mark] = None
     return {column: "".join(islice(marks, MOST_MARKS)) + "+" * (len(marks) > MOST_MARKS) for column, marks in moves.items()}
 
@@ -171,8 +171,7 @@ def counts(plan: PlanData) -> str:
     ranks, each = plan.num_ranks, plan.num_stages // max(plan.num_ranks, 1)
     stages = f"{ranks} stage{'s' * (ranks != 1)}" if each == 1 else f"{ranks} rank{'s' * (ranks != 1)} with {each} stages each"
     microbatches = f"{plan.num_microbatches} microbatch{'es' * (plan.num_microbatches != 1)}"
-    slices = f" of {plan.slices} slices" if plan.slices > 1 else ""
-    return f"{stages}, {microbatches}{slices}"
+    return f"{stages}, {microbatches}{plan.units.parts}"
 
 
 def _memory(plan: PlanData) -> str:
@@ -181,7 +180,7 @@ def _memory(plan: PlanData) -> str:
         budget = "" if plan.budgets is None else f"; budget {show_each(plan.budgets)}"
         return f"planned: device {show_each(plan.device_peak_bytes)}; activations {show_each(plan.activation_peak_bytes)}{budget}"
     budget = "" if all(k is None for k in plan.slots) else f", budget {' '.join('-' if k is None else str(k) for k in plan.slots)}"
-    unit = "slices" if plan.slices > 1 else "slots"
+    unit = "slices" if plan.units.are_slices else "slots"
     return f"peak {unit} {' '.join(map(str, plan.peak_slots))}{budget}"
 
 

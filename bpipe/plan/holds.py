@@ -14,7 +14,7 @@ from typing import NamedTuple
 from bpipe.flow.flow import End, Flow
 from bpipe.flow.flow import Kind as EdgeKind
 from bpipe.plan.action import COMPUTE, MESSAGES, Action, Op
-from bpipe.plan.sizes import GRADIENTS, IN, LOSS, OUT, STATE, Amount, StageSizes
+from bpipe.plan.sizes import IN, LOSS, OUT, STATE, Amount, StageSizes, gradients
 
 __all__: list[str] = []
 
@@ -32,6 +32,7 @@ class Hold(NamedTuple):
         begins_before: whether they count while that action runs.
         ends: they stop to count at the last of these.
         ends_before: whether they count no more while that action runs.
+        runs_twice: whether they count only where the forwards of the stage where they begin run twice, or only where not.
     """
 
     num_bytes: int
@@ -39,6 +40,7 @@ class Hold(NamedTuple):
     begins_before: bool
     ends: tuple[Kind, ...]
     ends_before: bool = False
+    runs_twice: bool | None = None
 
 
 def holds_of(flow: Flow, turn: int, at: SizesAt, *, again: bool) -> Iterator[Hold]:
@@ -53,8 +55,10 @@ def holds_of(flow: Flow, turn: int, at: SizesAt, *, again: bool) -> Iterator[Hol
     for part in range(len(flow.routes)):
         own = _Stage(flow, turn, flow.stage_of(part, turn), at, Op.R if again else Op.F)
         yield from (hold for hold in (*own.saved(), *own.outputs(), *own.inputs()) if hold.num_bytes)
-    for stage in flow.twins:  # for all units, because their exchange names the first one
-        yield Hold(at(stage)[GRADIENTS].num_bytes, (Op.REDUCE_GRAD, stage, 0), True, ((Op.WAIT_REDUCE_GRAD, stage, 0),))
+    for stage, part in flow.exchanges:  # for all units, because exchanges name the first one
+        num_bytes = at(stage)[gradients(part)].num_bytes
+        ends = tuple((Op.WAIT_REDUCE_GRAD, *one) for one in flow.exchanges if one[0] == stage)  # what came is added up once all has
+        yield Hold(num_bytes, (Op.REDUCE_GRAD, stage, part), True, ends)
 
 
 def holds_by_order(flow: Flow, turn: int, at: SizesAt) -> Iterator[Hold]:
@@ -94,6 +98,7 @@ class _Stage:
         out, behind = self.own[OUT], self.behind
         yield from self._result(self.own[LOSS] if behind else out)
         if behind is None:
+            yield Hold(self.own[LOSS].num_bytes, self.forward, True, (self.forward,))
             return
         gone, is_here, alone = (self._gone(behind),), self.is_here(behind.stage), out.num_bytes - out.kept
         if self.uses != self.forward:  # the first forward saves nothing of it
@@ -110,7 +115,7 @@ class _Stage:
     def sent_late(self) -> Iterator[Hold]:
         """Yield what was saved of an output that is still under way when its microbatch has run backward."""
         if self.flow.has_backward and self.behind and self.behind.kind is EdgeKind.DETACHED:
-            yield Hold(self.own[OUT].kept, self.backward, False, (self._gone(self.behind),))
+            yield Hold(self.own[OUT].kept, self.backward, False, (self._gone(self.behind),), runs_twice=False)
 
     def _result(self, result: Amount) -> Iterator[Hold]:
         """Yield what a loss is computed from, which is not sent."""
@@ -179,12 +184,16 @@ class _Stage:
         passed = self._gone(self.behind) if self.behind else self.forward  # until then, the output counts
         made = own.num_bytes - own.kept
         yield from self._until_kept(name, made - own.joint, self.forward, here, ends or (passed,), is_before=True)
+        # Where its forward runs twice, the first one saves nothing, and no other stage here has it.
+        yield Hold(own.kept - own.joint_kept, self.forward, True, ends or (passed,), runs_twice=True)
+        yield Hold(own.joint_kept, passed, False, sends, runs_twice=True)
+        yield Hold(made - own.joint, again := (Op.R, self.stage, 0), True, (again,))
         for user in here if sends else ():  # it may have run backward before all is sent
             kept = min(made, self.at(user)[name].kept)
             yield Hold(kept, (Op.B, user, 0), False, sends)
             made -= kept
         if not returns and sends and self.flow.has_backward:
-            yield Hold(own.kept, self.backward, False, sends)
+            yield Hold(own.kept, self.backward, False, sends, runs_twice=False)
         kept_behind = self.at(behind)[name].kept if behind is not None and behind in here else 0
         if behind is not None and self.is_here(behind) and behind not in here:
             came = self.at(behind)[IN]
@@ -250,7 +259,9 @@ def changes(lane: Sequence[Action], holds: Sequence[Sequence[Hold]]) -> tuple[Ch
     ending = last | again
     takes, gives = defaultdict[int, int](int), defaultdict[int, int](int)
     for unit in units:
-        for num_bytes, (op, stage, part), begins_before, ends, ends_before in holds[unit % len(holds)]:
+        for num_bytes, (op, stage, part), begins_before, ends, ends_before, runs_twice in holds[unit % len(holds)]:
+            if runs_twice is not None and runs_twice is not ((Op.F, stage, unit, 0) in again):
+                continue
             begin = (first if begins_before else last).get((op, stage, unit, part))
             end = max((ending.get((o, s, unit, p), -1) for o, s, p in ends), default=-1)
             if begin is None or end < begin or (end == begin and not begins_before):

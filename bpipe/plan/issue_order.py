@@ -146,10 +146,10 @@ class _Issuing:
 
 
 def _transfer(plan: Plan, action: Action) -> Transfer | None:
-    """Return the transfer that an action starts or completes, as its sender names it; of twins, the one of the first direction."""
+    """Return the transfer that an action starts or completes, as its sender names it; of an exchange, the lower stage."""
     start = START_OF.get(action.op, action.op)
     if start is Op.REDUCE_GRAD and action.peer is not None:
-        return (start, action.stage % plan.depth, 0, 0)
+        return min((start, *action[1:4]), plan.other_end(action._replace(op=start)))
     if start not in POSTS:
         return None
     post = action._replace(op=start)

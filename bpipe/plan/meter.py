@@ -171,7 +171,7 @@ def _occupancy(actions: Sequence[Action], meter: Meter) -> Iterator[int]:
 @lru_cache(maxsize=64)
 def bytes_meter(sizes: Sizes, flow: Flow) -> Meter:
     """Return a meter of bytes for the units of a flow, messages between stages included."""
-    units = range(flow.slices * flow.period if flow.period > 1 else len(sizes.by_slice))
+    units = range(flow.units * flow.period if flow.period > 1 else len(sizes.by_unit))
     return Meter(tuple(unit_meter(flow, flow.turn_of(unit), partial(sizes.at, unit=unit)) for unit in units))
 
 

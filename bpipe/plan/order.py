@@ -30,14 +30,14 @@ RESULT = {Op.F: Op.F, Op.B: Op.B, Op.I: Op.B, Op.W: Op.W, Op.R: Op.R}
 OF_ITSELF = {Op.W: Op.B, Op.R: Op.F}  # what a computation needs that is the rest, or the repetition, of another one of its stage
 
 
-def backward_units(num_microbatches: int, slices: int) -> list[int]:
-    """Return the order in which units run backward: microbatches ascending, the slices of each descending.
+def backward_units(num_microbatches: int, k: int) -> list[int]:
+    """Return the order in which units run backward: microbatches ascending, the k units of each descending.
 
     Example:
-        >>> backward_units(num_microbatches=2, slices=3)
+        >>> backward_units(num_microbatches=2, k=3)
         [2, 1, 0, 5, 4, 3]
     """
-    return [slices * i + s for i in range(num_microbatches) for s in reversed(range(slices))]
+    return [k * i + s for i in range(num_microbatches) for s in reversed(range(k))]
 
 
 def needs(flow: Flow, action: Action) -> tuple[OpKey, ...]:
@@ -107,7 +107,7 @@ def clock(
     Raises:
         PlanError: the lanes wait for each other in a cycle, or lack microbatches.
     """
-    num_units, slices = num_units_of(lanes, flow), flow.slices
+    num_units, k = num_units_of(lanes, flow), flow.units
     begins, ends = (Moments(flow, num_units) for _ in range(2))
     kinds = {op: [_kind(op, part, flow, begins, ends) for part in flow.parts] for op in RESULT}
     starts, free = [array("q") for _ in lanes], [0] * len(lanes)
@@ -119,7 +119,7 @@ def clock(
         for index in range(len(starts[rank]), len(lane)):
             op, stage, unit, _, _ = lane[index]
             needs, result, begun, ended, units, step = kinds[op][stage]
-            if step and (unit - step) // slices == unit // slices and ended[unit - step] < 0:
+            if step and (unit - step) // k == unit // k and ended[unit - step] < 0:
                 break  # it comes later in this very lane
             ready, together = now, 0
             if overlapped and op is Op.F and (stage, unit) in overlapped:
@@ -169,14 +169,14 @@ def _beside(lane: Sequence[Action], index: int, flow: Flow) -> Action:
     """Return the backward that runs side by side with a forward."""
     beside = lane[index + 1] if index + 1 < len(lane) else lane[index]
     if beside[0] is not Op.B:
-        raise PlanError(f"{lane[index].text(flow.slices)} runs side by side with the backward behind it, and there is none")
+        raise PlanError(f"{lane[index].text(flow.units)} runs side by side with the backward behind it, and there is none")
     return beside
 
 
 def _check_all_ran(lanes: Sequence[Sequence[Action]], starts: Sequence[Sequence[int]], flow: Flow) -> None:
     """Raise if ranks wait for each other."""
     stuck = [
-        f"rank {rank} before {lane[len(done)].text(flow.slices)}"
+        f"rank {rank} before {lane[len(done)].text(flow.units)}"
         for rank, (done, lane) in enumerate(zip(starts, lanes))
         if len(done) < len(lane)
     ]

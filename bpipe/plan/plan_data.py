@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from bpipe.errors import PlanError
 from bpipe.flow.flow import Flow
+from bpipe.flow.units import Units
 from bpipe.plan.action import (
     BETWEEN_STAGES,
     COMPUTE,
@@ -63,20 +64,21 @@ class PlanData:
     @property
     def slices(self) -> int:
         """The slices into which each microbatch is cut along the sequence, k; they pass through the stages one behind the other."""
-        return self.flow.slices
+        return int(self.flow.units)
+
+    @property
+    def units(self) -> Units:
+        """The same, with the units' names."""
+        return self.flow.units
 
     @property
     def num_units(self) -> int:
         """The number of units, m*k: what actions, slots and sizes count. A unit is a slice, or a microbatch that is not cut."""
         return self.flow.num_units
 
-    def units_of(self, microbatch: int) -> range:
-        """Return the units of a microbatch, its slices in the order of the sequence: k*i to k*i + k-1."""
-        return range(microbatch * self.slices, (microbatch + 1) * self.slices)
-
     def slice_of(self, unit: int) -> tuple[int, int]:
         """Return the microbatch of a unit, and its slice, 0 for the beginning of the sequence."""
-        return divmod(unit, self.slices)
+        return divmod(unit, self.units)
 
     @property
     def depth(self) -> int:
@@ -109,19 +111,17 @@ class PlanData:
     def other_end(self, action: Action) -> Identity:
         """Return the identity of the action at the other end of the transfer that an action starts."""
         op, stage, unit, part, _ = action
+        if op is Op.REDUCE_GRAD:
+            return op, self.flow.exchanges[stage, part].other, unit, part and stage + 1
         if op not in BETWEEN_STAGES:
             return OTHER_END[op], stage, unit, part
         other = part - 1 if part else self.neighbour(stage, 1 if op in (Op.SEND_F, Op.RECV_B) else -1, unit)
         assert other is not None, "a message leads to a stage"
         return OTHER_END[op], other, unit, part and stage + 1
 
-    def twin(self, stage: int) -> int | None:
-        """Return the stage that holds the same weights on another rank, and adds up its gradients with this one, or None."""
-        return self.flow.twins.get(stage)
-
     def show(self, action: Action) -> str:
         """Write an action for people: with its microbatch and slice."""
-        return action.text(self.slices)
+        return action.text(self.units)
 
     @property
     def num_stages(self) -> int:
@@ -237,7 +237,7 @@ class PlanData:
 
     def evicted(self, rank: int) -> list[MicrobatchKey]:
         """Return the (stage, microbatch) pairs of which a rank evicts all or parts, in the order of their first eviction."""
-        return list(dict.fromkeys(a.key for a in self.actions[rank] if a.op is Op.EVICT))
+        return list(dict.fromkeys(a[1:3] for a in self.actions[rank] if a.op is Op.EVICT))
 
     def recomputed(self, rank: int) -> set[MicrobatchKey]:
         """Return the (stage, microbatch) pairs whose forward runs twice on a rank: the first forward keeps only its input."""

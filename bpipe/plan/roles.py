@@ -1,7 +1,7 @@
 """What each action waits for at the other end of its transfer, and what waits for it there.
 
 Every transfer is an unbuffered rendezvous: a receive completes once its send has started, a send once its receive has completed.
-An ACCEPT starts once its EVICT has, because the sizes arrive with it. An exchange of gradients completes once both twins have
+An ACCEPT starts once its EVICT has, because the sizes arrive with it. An exchange of gradients completes once both ends have
 started it.
 """
 
@@ -54,9 +54,11 @@ class Roles(dict[Kind, Role]):
         self._states: dict[Event, bytearray] = {}
 
     def __missing__(self, kind: Kind) -> Role:
-        op, stage, _ = kind
+        op, stage, part = kind
         moved = self.moved(*kind) if op in LINKED else None
-        awaited = None if op not in ENABLED_BY else (ENABLED_BY[op], self._at_twin(stage) if op is Op.WAIT_REDUCE_GRAD else moved)
+        awaited: Event | None = (ENABLED_BY[op], moved) if op in ENABLED_BY else None
+        if op is Op.WAIT_REDUCE_GRAD:
+            awaited = ENABLED_BY[op], self._at_other_end(stage, part)
         event = (op, moved) if op in ENABLERS else None
         role = self[kind] = Role(awaited, self._state(awaited), event, self._state(event))
         return role
@@ -68,7 +70,10 @@ class Roles(dict[Kind, Role]):
         if op in MESSAGES:
             other = part - 1 if part else self._neighbour(op, stage, unit)
             return Action(enabler, stage if other is None else other, unit, part and stage + 1)
-        return Action(enabler, self._flow.twins[stage] if op is Op.WAIT_REDUCE_GRAD else stage, unit, part)
+        if op is Op.WAIT_REDUCE_GRAD:
+            other, back = self._at_other_end(stage, part)
+            return Action(enabler, other, unit, back)
+        return Action(enabler, stage, unit, part)
 
     def _state(self, event: Event | None) -> bytearray | None:
         return None if event is None else self._states.setdefault(event, bytearray(self._flow.num_units))
@@ -78,12 +83,14 @@ class Roles(dict[Kind, Role]):
         if op not in MESSAGES:
             return stage, part
         flow = self._flow
-        other = part - 1 if part else self._neighbour(op, stage, flow.turns_of(stage)[0] * flow.slices)
+        other = part - 1 if part else self._neighbour(op, stage, flow.units.of(flow.turns_of(stage)[0])[0])
         ends = flow.parts[stage], -1 if other is None else flow.parts[other]
         return bool(part), ends if START_OF.get(op, op) in RECEIVER_OF else ends[::-1]
 
-    def _at_twin(self, stage: int) -> Hashable:
-        return self._flow.twins.get(stage, -1), 0
+    def _at_other_end(self, stage: int, part: int) -> tuple[int, int]:
+        """Return the stage and the part at the other end of an exchange of gradients."""
+        found = self._flow.exchanges.get((stage, part))
+        return -1 if found is None else found.other, part and stage + 1
 
     def _neighbour(self, op: Op, stage: int, unit: int) -> int | None:
         """Return the stage at the other end of a message that names none."""

@@ -20,12 +20,12 @@ MOST_BYTES = 2**48  # of a stage or a rank: more than there are, and few enough 
 
 # The names of amounts. Those of values with a name of their own, such as skips, are the values' names in the flow.
 IN, OUT = "in", "out"  # the message from the part before, and that to the part behind: the results and the loss, if there is none
-LOSS = "loss"  # what a stage with a loss of its own makes beside its message: its prediction and the loss
+LOSS = "loss"  # what a loss is computed from and takes, beside its message or, of whole sequences of slices, beside its result
 STATE = "state"  # of a slice, what the slices behind it read, such as keys and values
 GIVEN, COLLECTED = "given", "collected"  # gradients of states: the first ones for slices before, and those that slices behind gave
-GRADIENTS = "gradients"  # of a stage's weights, which its twin sends
+GRADIENTS = "gradients"  # of a stage's weights, that its twin sends; of those it shares with stage 3: gradients-3
 NAMES = (IN, OUT, LOSS, STATE, GIVEN, COLLECTED, GRADIENTS)
-OF_VALUES = re.compile(r"\d{1,9}(?:-\d{1,9})+", re.ASCII)
+OF_VALUES = re.compile(rf"\d{{1,9}}(?:-\d{{1,9}})+|{GRADIENTS}-\d{{1,9}}", re.ASCII)
 
 
 class Amount(NamedTuple):
@@ -39,6 +39,7 @@ class Amount(NamedTuple):
         kept: those of them that are among the stage's saved bytes, so that they count once.
         joint: on the stage that makes it, those that are not saved, and lie in the message to the next part as well.
         gradient: the bytes of its gradient; default: as many.
+        joint_kept: likewise those that are saved, which a first of two forwards does not count as that.
 
     Example:
         >>> Amount("0-2", 100).gradient_bytes
@@ -50,6 +51,7 @@ class Amount(NamedTuple):
     kept: int = 0
     joint: int = 0
     gradient: int | None = None
+    joint_kept: int = 0
 
     @property
     def gradient_bytes(self) -> int:
@@ -97,7 +99,7 @@ class StageSizes:
             raise ConfigurationError(f"sizes must be whole numbers of at least 0, with at least one part: {self!s:.400}")
         if max(*numbers, self.saved) > MOST_BYTES or len(self.parts) > MOST_PARTS:
             raise ConfigurationError(f"a stage's microbatch has at most {MOST_BYTES} bytes and {MOST_PARTS} parts: {self!s:.200}")
-        if any(one.kept > self.saved or one.kept + one.joint > one.num_bytes for one in amounts):
+        if any(one.kept > self.saved or one.joint_kept > one.kept or one.kept + one.joint > one.num_bytes for one in amounts):
             raise ConfigurationError(f"a stage cannot keep more of a message than it has: {self!s:.400}")
         if self[STATE].num_bytes > self.fixed:
             raise ConfigurationError(f"a slice's state is among its fixed bytes, and cannot be more: {self!s:.400}")
@@ -187,26 +189,26 @@ class Sizes:
         return cls(stages=first, static=static, later_slices=tuple(later) if any(one != first for one in later) else ())
 
     @property
-    def by_slice(self) -> tuple[tuple[StageSizes, ...], ...]:
+    def by_unit(self) -> tuple[tuple[StageSizes, ...], ...]:
         """The sizes on each stage, of each slice that has its own."""
         return (self.stages, *self.later_slices)
 
     def at(self, stage: int, unit: int) -> StageSizes:
         """Return the sizes of a unit, a slice or a microbatch that is not cut, on a stage."""
-        return self.by_slice[unit % (1 + len(self.later_slices))][stage]
+        return self.by_unit[unit % (1 + len(self.later_slices))][stage]
 
     def without_messages(self) -> Sizes:
         """Return these sizes with only the saved bytes."""
-        first, *later = (tuple(stage.without_messages() for stage in stages) for stages in self.by_slice)
+        first, *later = (tuple(stage.without_messages() for stage in stages) for stages in self.by_unit)
         return replace(self, stages=first, later_slices=tuple(later))
 
-    def check(self, num_stages: int, num_ranks: int, slices: int = 1) -> None:
+    def check(self, num_stages: int, num_ranks: int, units: int = 1) -> None:
         """Raise unless these sizes fit a plan.
 
         Raises:
-            ConfigurationError: they have different numbers of stages, ranks or slices, or `wrong_with_slices`.
+            ConfigurationError: they have different numbers of stages, ranks or slices, or `wrong_with`.
         """
-        if wrong := self.wrong_with_slices(slices):
+        if wrong := self.wrong_with(units):
             raise ConfigurationError(wrong)
         if (len(self.stages), len(self.static)) != (num_stages, num_ranks):
             raise ConfigurationError(
@@ -214,12 +216,13 @@ class Sizes:
                 "give a StageSizes for each stage and the static bytes of each rank"
             )
 
-    def wrong_with_slices(self, slices: int) -> str:
-        """Return why these cannot be the sizes of microbatches of so many slices; empty if they can be."""
-        if self.later_slices and len(self.by_slice) != slices:
-            return f"sizes of {len(self.by_slice)} slices for a plan with slices={slices}: give {slices - 1} later_slices, or none"
+    def wrong_with(self, units: int) -> str:
+        """Return why these cannot be the sizes of microbatches of so many units; empty if they can be."""
+        if self.later_slices and len(self.by_unit) != units:
+            later = f"give {units - 1} later_slices, or none"
+            return f"sizes of {len(self.by_unit)} slices for a plan with slices={units}: {later}"
         for stage in range(len(self.stages)):
-            if not gradients_are_collected([sizes[stage] for sizes in self.by_slice]):
+            if not gradients_are_collected([sizes[stage] for sizes in self.by_unit]):
                 return (
                     f"sizes of stage {stage}: each byte that a slice has given to states of earlier slices must be collected by "
                     "these, which run backward after it"
@@ -241,14 +244,24 @@ class Sizes:
         if op is Op.SEND_B or op is Op.RECV_B:
             return self.at(stage + (op is Op.RECV_B), unit)[IN].gradient_bytes
         if op is Op.REDUCE_GRAD:
-            return self.stages[stage][GRADIENTS].num_bytes
+            return self.stages[stage][gradients(part)].num_bytes
         return self.moved(action)
 
 
-def gradients_are_collected(slices: Sequence[StageSizes]) -> bool:
+def gradients(part: int) -> str:
+    """Return the name of what a stage exchanges by the actions of a part.
+
+    Example:
+        >>> gradients(0), gradients(4)
+        ('gradients', 'gradients-3')
+    """
+    return f"{GRADIENTS}-{part - 1}" if part else GRADIENTS
+
+
+def gradients_are_collected(units: Sequence[StageSizes]) -> bool:
     """Return whether the slices of a microbatch collect on a stage, in the order of backwards, all that later ones have given."""
     waiting = 0
-    for sizes in reversed(slices):
+    for sizes in reversed(units):
         waiting -= sizes[COLLECTED].num_bytes
         if waiting < 0:
             return False

@@ -25,11 +25,12 @@ AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 HEADER = re.compile(r"bpipe-plan 2 name=(?P<name>\S+) slots=(?P<slots>[\d,-]+)", re.ASCII)
 SHAPE = re.compile(r"flow (?P<name>[a-z_]{1,32}) (?P<arguments>\[.*\])", re.ASCII)
 PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B", re.ASCII)  # as torch writes it
-OF_CSV = ("slices",)  # shapes beside a chain that a CSV can tell
+OF_CSV = ("slices", "sums")  # shapes beside a chain that a CSV can tell, or that are known anew where it is read
 MOST_NAME = 256  # characters
 MOST_DIGITS = 18
 MOST_SHOWN = 60  # of what could not be read, in an error
 BETWEEN = "between"  # beside the names of amounts
+GRADIENT = Amount._fields.index("gradient")  # may be as large as the value
 
 
 def wrong_with_name(name: str) -> str:
@@ -46,7 +47,7 @@ def to_text(plan: PlanData) -> str:
     lines = [f"bpipe-plan 2 name={plan.name} slots={','.join('-' if k is None else str(k) for k in plan.slots)}"]
     lines += [f"flow {name} {json.dumps(arguments, separators=(',', ':'))}" for name, arguments in plan.flow.shapes]
     if plan.sizes is not None:
-        for number, stages in enumerate(plan.sizes.by_slice):
+        for number, stages in enumerate(plan.sizes.by_unit):
             names = [f"{stage}/{number}" if plan.sizes.later_slices else f"{stage}" for stage in range(len(stages))]
             lines += [f"size {name}: {stage_text(s)}" for name, s in zip(names, stages)]
         lines.append(f"static: {' '.join(map(str, plan.sizes.static))}")
@@ -107,7 +108,7 @@ def _read_lanes(lines: Iterable[tuple[int, str]], plan: PlanData) -> dict[str, A
         kind, _, rank = start.partition(" ")
         if kind not in lanes or rank != str(len(lanes[kind])):
             raise PlanError(f"not a plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
-        actions = (action for word in words.split() for action in read_word(word, plan.slices, overlapped))
+        actions = (action for word in words.split() for action in read_word(word, plan.units, overlapped))
         lanes[kind].append(tuple(map(implied, actions)))
     if not lanes["rank"]:
         raise PlanError("not a plan: it has no line that starts 'rank 0:'")
@@ -130,9 +131,9 @@ def stage_text(stage: StageSizes) -> str:
     words = [",".join(map(str, stage.parts)), str(stage.fixed)]
     words += [f"{BETWEEN}={stage.between}"] * (stage.between is not None)
     for name, *numbers in stage.amounts:
-        while numbers and not numbers[-1] and (len(numbers) < len(Amount._fields) - 1 or numbers[-1] is None):
+        while numbers and not numbers[-1] and (len(numbers) != GRADIENT or numbers[-1] is None):
             numbers.pop()
-        words.append(f"{name}={':'.join(map(str, numbers))}")
+        words.append(f"{name}={':'.join('-' if number is None else str(number) for number in numbers)}")
     return " ".join(words)
 
 
@@ -181,7 +182,8 @@ def read_stage(words: list[str]) -> StageSizes:
     between: int | None = None
     for word in named:
         name, _, numbers = word.partition("=")
-        values = list(map(_whole, numbers.split(":")))
+        each = enumerate(numbers.split(":"), start=1)
+        values: list[Any] = [(_limit if at == GRADIENT else _whole)(number) for at, number in each]
         if name == BETWEEN and between is None:
             (between,) = values
         elif name != BETWEEN and len(values) < len(Amount._fields):
@@ -206,16 +208,16 @@ def _words(plan: PlanData, lane: Sequence[Action], write: Callable[[Action], str
         yield write(action) if beside is None else f"({write(action)};{write(beside)})OVERLAP_F_B"
 
 
-def read_word(word: str, slices: int, overlapped: set[MicrobatchKey]) -> list[Action]:
+def read_word(word: str, units: int, overlapped: set[MicrobatchKey]) -> list[Action]:
     """Read one action, or a forward and a backward that run side by side, and note the forward of such a pair.
 
     Raises:
         PlanError: the word is neither.
     """
     if not word.startswith("("):
-        return [Action.parse(word, slices)]
+        return [Action.parse(word, units)]
     match = PAIR.fullmatch(word)
-    pair = [Action.parse(one, slices) for one in match.groups()] if match else []
+    pair = [Action.parse(one, units) for one in match.groups()] if match else []
     if [action.op for action in pair] != [Op.F, Op.B]:
         raise PlanError(
             f"{word[:MOST_SHOWN]!r} is not a pair: expected a forward and a whole backward, such as (0F7;7B3)OVERLAP_F_B"
@@ -258,9 +260,9 @@ def to_csv(plan: PlanData, *, send_waits: bool) -> str:
         if is_so:
             raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot express: use to_text()")
     ours = START_OF.keys() - (SEND_WAITS if send_waits else set())
-    rows = [list(_words(plan, [a for a in lane if a.op not in ours], plan.show)) for lane in plan.actions]
-    if plan.slices > 1:
-        rows[0].insert(0, f"slices={plan.slices}")
+    rows = [list(_words(plan, [a for a in lane if a.op not in ours and not a.is_exchange], plan.show)) for lane in plan.actions]
+    if plan.units.are_slices:
+        rows[0].insert(0, f"slices={plan.units}")
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()

@@ -42,17 +42,6 @@ OF_SKIPS = {
 }
 
 
-def named(unit: int, slices: int = 1) -> str:
-    """Return the name of a unit of a plan: its microbatch, and its slice where each has several.
-
-    Example:
-        >>> named(4), named(4, slices=3)
-        ('microbatch 4', 'slice 1 of microbatch 1')
-    """
-    microbatch, slice_ = divmod(unit, slices)
-    return f"microbatch {microbatch}" if slices == 1 else f"slice {slice_} of microbatch {microbatch}"
-
-
 def whereabouts(action: Action) -> str:
     """Return where an action's microbatch is, on the action's rank, after it; empty if the action has none.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from bpipe.errors import StageError
-from bpipe.recomputation.checksums import Sum, is_awaited, sum_of_memory
+from bpipe.model.state.checksums import Sum, is_awaited, sum_of_memory
 from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []

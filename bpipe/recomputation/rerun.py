@@ -11,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from bpipe.cleanup import keeping
 from bpipe.errors import StageError
+from bpipe.memory.saved.saved_tensor import untraced
 from bpipe.memory.saved.stash import following
-from bpipe.recomputation.checksums import Checksum, checksum_of
+from bpipe.model.state.checksums import Checksum, checksum_of
 from bpipe.recomputation.differences import Constants, Differences
 from bpipe.recomputation.state import WAY_OUT, Learned, Shared, State
 from bpipe.torch_private.owners_and_versions import version_of
@@ -71,7 +72,7 @@ class Rerun:
     @contextmanager
     def first(self) -> Iterator[None]:
         """Run a forward that saves nothing; raise a StageError if it changes its input, or other state that cannot be restored."""
-        with following(self._name), saved_tensors_hooks(lambda _: None, self._missing):
+        with following(self._name), saved_tensors_hooks(lambda _: None, untraced(self._missing)):
             yield
         self._state.has_run(self._differences)
         self._check_input()

@@ -8,16 +8,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from bpipe.engine.setup import BATCH
 from bpipe.errors import StageError
 from bpipe.memory.saved.storages import storages_of
-from bpipe.recomputation.contents import SMALL_BYTES
+from bpipe.model.state.contents import SMALL_BYTES
+from bpipe.model.state.reachable import Reachable
 from bpipe.recomputation.copies import Copies, is_plain
-from bpipe.recomputation.reachable import Reachable
 from bpipe.torch_private.owners_and_versions import address_of
 
 __all__: list[str] = []
 
-BATCH = "the step's batch"
 Written = set[tuple[int, object]]  # places of tensors
 _Look = tuple[tuple[int, ...], int, torch.dtype, bool]  # a tensor's storages, their bytes, its dtype, whether it needs a gradient
 

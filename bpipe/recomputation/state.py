@@ -11,11 +11,11 @@ from torch import nn
 
 from bpipe.device.generators import PYTHON, Drawn, GlobalNumPy
 from bpipe.errors import StageError
-from bpipe.recomputation.checksums import Sum, is_awaited, sum_of_bits, sum_of_memory
-from bpipe.recomputation.contents import SMALL_BYTES
+from bpipe.model.state.checksums import Sum, is_awaited, sum_of_bits, sum_of_memory
+from bpipe.model.state.contents import SMALL_BYTES
+from bpipe.model.state.reachable import Reachable
 from bpipe.recomputation.copies import Copies, Values
 from bpipe.recomputation.differences import Constants, Differences
-from bpipe.recomputation.reachable import Reachable
 from bpipe.recomputation.restorable import Restorable, Written
 from bpipe.torch_private.owners_and_versions import address_of, version_of
 

@@ -25,7 +25,7 @@ class LocalLearning(Schedule):
     Every rank takes the target, and fills `losses` with those of its own stage; the last one returns the outputs. A `Loopback` has
     one `losses` for all ranks, and fills it with the last stage's.
 
-    Arguments, methods and other errors are `Schedule`'s. There is one stage per rank, without skips.
+    Arguments, methods and other errors are `Schedule`'s. There is one stage per rank.
 
     Raises:
         ConfigurationError: the last stage has a `LocalBlock`; from `step`, a rank got no target.

@@ -15,7 +15,7 @@ from torch import nn
 
 from bpipe.comm.transport.base import Transport
 from bpipe.errors import PipelineBrokenError, StageError
-from bpipe.parallel.twins import dense_gradient
+from bpipe.parallel.replicas import dense_gradient
 from bpipe.plan.action import Channel, Purpose
 
 __all__: list[str] = []

@@ -28,11 +28,11 @@ from bpipe.errors import (
     RankLostError,
     format_error,
 )
+from bpipe.flow.shape_arguments import paths_of
 from bpipe.logs import LOG
 from bpipe.model.call import Call
 from bpipe.model.stage import PipelineStage, as_replica
 from bpipe.not_copied import NotCopied
-from bpipe.parallel.directions import paths_of
 from bpipe.plan.plan import Plan
 from bpipe.relaxed.attendance import Attendance
 from bpipe.relaxed.compression import CompressedTransport

@@ -18,14 +18,14 @@ from bpipe.api.options import WAITS, Options, options_for
 from bpipe.api.schedule import group_or_alone, transport_for
 from bpipe.cleanup import concise, note
 from bpipe.comm.health.activity import State
-from bpipe.comm.health.agreement import UNKNOWN_CUT, StepRecord, check
+from bpipe.comm.health.agreement import StepRecord, check
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.transport.base import Transport
 from bpipe.engine.lanes import Lanes
 from bpipe.errors import AgreementError, CommError, ConfigurationError, StageError
 from bpipe.memory.optimizers import several
 from bpipe.model.call import Loss
-from bpipe.model.cut import cut_of
+from bpipe.model.cut import Cut, cut_of
 from bpipe.model.stage import PipelineStage
 from bpipe.model.ties import check_ties
 from bpipe.not_copied import NotCopied
@@ -212,7 +212,6 @@ class Stream(NotCopied):
         if self._ticks.is_connected:
             return
         own, transport = self._stage, self._transport
-        cut = cut_of(own.submod)
         record = StepRecord(
             version=__version__,
             schedule=self._plan.name,
@@ -225,7 +224,7 @@ class Stream(NotCopied):
             pipeline=transport.identity,
             signature=bytes(16),
             stages=(own.stage_index,),
-            cut=UNKNOWN_CUT if cut is None else cut.digest,
+            rooms=(cut_of(own.submod) or Cut(),),
         ).pack()
         with self._guard.failing_together(AgreementError):
             given = [record] if own.num_stages == 1 else transport.exchange(Collective.STEP, record)

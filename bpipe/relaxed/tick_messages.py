@@ -17,8 +17,8 @@ from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.comm.wire.header import Subject, pack_spec, unpack_spec
 from bpipe.comm.wire.message import MessageSpec, on_the_wire
 from bpipe.device import check_fits
-from bpipe.engine.messages import modified, versions_of
-from bpipe.engine.microbatch_state import Versions
+from bpipe.engine.messages import modified
+from bpipe.engine.microbatch_state import Versions, versions_of
 from bpipe.errors import AgreementError, CommError
 from bpipe.schedules import Channel
 from bpipe.torch_private.owners_and_versions import version_of

@@ -45,7 +45,7 @@ def _within(flow: Flow, limits: list[float]) -> list[list[Action]]:
     for stage, rank in enumerate(flow.stage_ranks):
         for op in (Op.B, Op.F) if flow.has_backward else (Op.F,):
             behind = flow.num_microbatches if op is Op.F else 0
-            timed[rank] += [(behind + unit // flow.slices, Action(op, stage, unit)) for unit in flow.units_of(op, stage)]
+            timed[rank] += [(behind + unit // flow.units, Action(op, stage, unit)) for unit in flow.units_of(op, stage)]
     return greedy_order(list(map(TimedRank, timed)), flow, limits)
 
 
@@ -56,7 +56,7 @@ def _in_flight(flow: Flow) -> list[float]:
         return limits
     alone: list[list[Action]] = []  # a lane for each computation of a microbatch, so that none waits for a rank
     for turn in range(flow.period):
-        units = range(turn * flow.slices, (turn + 1) * flow.slices)
+        units = flow.units.of(turn)
         for stage in (flow.stage_of(part, turn) for part in range(len(flow.routes))):
             alone += [[Action(Op.F, stage, unit) for unit in units], [Action(Op.B, stage, unit) for unit in reversed(units)]]
     _, begins = clock(alone, flow)

@@ -16,7 +16,7 @@ from math import inf
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
-from bpipe.parallel.directions import paths_of
+from bpipe.flow.shape_arguments import has_own_losses, paths_of
 from bpipe.passes.balance.insert_evictions import mirrored
 from bpipe.passes.communicate import received_by
 from bpipe.plan.action import COMPUTE, HOST, Action, Identity, Op, OpKey
@@ -88,7 +88,7 @@ class JobShop:
     """
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
-        if plan.flow.arguments("local") is not None or paths_of(plan.flow):
+        if has_own_losses(plan.flow) or paths_of(plan.flow):
             raise ConfigurationError(f"{plan.name}: orders are searched for plans whose microbatches pass all stages and come back")
         self.plan = plan
         lanes = [[action for action in lane if action[0] in ITEMS] for lane in plan.actions]

@@ -172,7 +172,7 @@ class Making:
         """
         yield self._limits, lower_bound_s(self._shop, self._without_messages()), self._fits
         if (self._setting.evicts or self._setting.recomputes) and any(limit is not None for limit in self._limits):
-            largest = max(stage.saved for stages in self._setting.sizes.by_slice for stage in stages)
+            largest = max(stage.saved for stages in self._setting.sizes.by_unit for stage in stages)
             for more in MORE:
                 limits = raised(self._limits, more * largest)
                 yield limits, lower_bound_s(self._shop, limits), lambda _: True

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from bpipe.comm.health.agreement import StepRecord
-from bpipe.errors import format_error
+from bpipe.comm.health.agreement import RoomRecord, StepRecord, unlike
+from bpipe.errors import AgreementError, format_error
 from bpipe.logs import LOG
 from bpipe.model import microbatch as mb
 from bpipe.model.call import Call
-from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
 
@@ -50,12 +50,47 @@ class BatchSample(NamedTuple):
         return ""
 
 
-def is_compared(step: int) -> bool:
-    """Return whether batches are compared in a step: in steps 1, 2, 4, 8 and so on.
+NOTHING = BatchSample()
 
-    In step 0, ranks with the same seed still draw the same batch; a shuffled loader draws another order in its second epoch.
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord(RoomRecord):
+    """The batch that a rank is given.
+
+    Args:
+        size: in samples, of what it has cut into microbatches; 0 if nothing shows it.
+        sample: of the batch, in steps in which batches are compared.
     """
-    return step > 0 and step & (step - 1) == 0
+
+    size: int = 0
+    sample: BatchSample = NOTHING
+
+    @classmethod
+    def check(cls, records: Sequence[StepRecord]) -> None:
+        if found := unlike([one.size for one in cls.of(records)]):  # parts of other samples may meet in a microbatch
+            raise AgreementError(
+                "ranks {} and {} have cut batches of {} and {} samples into microbatches, which may not belong together. Give "
+                "args_chunk_spec=, kwargs_chunk_spec= or Options(target_chunk_spec=) there for a value with samples along another "
+                "dimension (Options(target_chunk_spec=TensorChunkSpec(1)) for a target [time, batch]) or that each microbatch gets "
+                "whole (None), or cut it yourself: step(arg_mbs=..., kwarg_mbs=..., target_mbs=...)".format(*found)
+            )
+
+    @classmethod
+    def doubts(cls, records: Sequence[StepRecord], depth: int) -> Iterator[str]:
+        """Yield that the first and the last stage are given different batches, as far as is known."""
+        samples = [one.sample for one in cls.of(records)]
+        owner = {stage: rank for rank, record in enumerate(records) for stage in record.stages}
+        ends = ((owner.get(stage), owner.get(stage + depth - 1)) for stage in range(0, records[0].num_stages, depth))
+        for first, last in ends:  # None if no microbatch passes it
+            if first is not None and last is not None and (what := samples[first].difference(samples[last])):
+                yield (
+                    f"rank {first}, which has the first stage, and rank {last}, which has the last one, were given different "
+                    f"{what} in step {records[0].step}. Give both the same batches, else outputs are compared with targets of "
+                    "other inputs: let the loader draw from a torch.Generator of its own, with one seed for all ranks of a "
+                    "pipeline, because stages may draw from the global one; a DistributedSampler takes the data-parallel rank. If "
+                    f"one of them is only a placeholder, give no {what} there"
+                )
+                return
 
 
 def _sample(given: list[Any]) -> tuple[bytes, bytes]:
@@ -76,24 +111,3 @@ def _some_of(tensor: torch.Tensor) -> list[str]:
     number = min(size, NUM_VALUES)
     at = torch.tensor([i * size // number for i in range(number)], device="cpu")
     return [repr(value) for value in torch.take(tensor.detach(), at).tolist()]
-
-
-def difference(records: Sequence[StepRecord], plan: Plan) -> str:
-    """Return in words that the first and the last stage are given different batches; empty if they are not, as far as is known."""
-    if plan.flow.arguments("local") is not None:  # each stage has a loss of its own
-        return ""
-    owner = {stage: rank for rank, record in enumerate(records) for stage in record.stages}
-    depth = plan.depth
-    ends = [(owner.get(stage), owner.get(stage + depth - 1)) for stage in range(0, plan.num_stages, depth)]
-    for first, last in ends:
-        if first is None or last is None:  # no microbatch passes it
-            continue
-        if what := BatchSample(*records[first].batch).difference(BatchSample(*records[last].batch)):
-            return (
-                f"rank {first}, which has the first stage, and rank {last}, which has the last one, were given different {what} in "
-                f"step {records[0].step}. Give both the same batches, else outputs are compared with targets of other inputs: "
-                "let the loader draw from a torch.Generator of its own, with one seed for all ranks of a pipeline, because stages "
-                "may draw from the global one; a DistributedSampler takes the data-parallel rank. If one of them is only a "
-                f"placeholder, give no {what} there"
-            )
-    return ""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from bpipe.comm.health.agreement import StepRecord
+from bpipe.comm.health.agreement import RoomRecord, StepRecord
 from bpipe.engine.run import Run
-from bpipe.memory.peaks import Peaks
+from bpipe.memory.peaks import peak
 from bpipe.passes.balance.outcome import unbalanced_peaks
 from bpipe.passes.communicate import communicate, computations_only
 from bpipe.plan.amounts import show_bytes
@@ -18,11 +19,48 @@ __all__: list[str] = []
 WORTH_SAYING = 1.01  # warn from this multiple of the memory without balancing
 
 
+@dataclass(frozen=True, slots=True)
+class PeakRecord(RoomRecord):
+    """The most bytes that a rank has held, where its plan has to show that this is less than without balancing.
+
+    Args:
+        balanced: what it has held.
+        plain: what it would have held without evictions and recomputation.
+        states: the bytes of optimizer states among these.
+        budget: what it may hold, if a plan was made for budgets from given (not measured) sizes.
+    """
+
+    balanced: int = 0
+    plain: int = 0
+    states: int = 0
+    budget: int | None = None
+
+    @classmethod
+    def doubts(cls, records: Sequence[StepRecord], depth: int) -> Iterator[str]:
+        """Yield whether balancing raises the peak of the fullest rank, and which rank exceeds its budget most."""
+        peaks = cls.of(records)
+        if cls() in peaks:  # of a rank that has nothing to compare, or has said enough
+            return
+        names = [f"rank {rank}" for rank in range(len(peaks))]
+        yield from _raised([one.plain for one in peaks], [one.balanced for one in peaks], names)
+        over = [(one.balanced - one.budget, rank) for rank, one in enumerate(peaks) if one.budget is not None]
+        excess, rank = max(over, default=(0, 0))
+        if excess > 0:
+            own = peaks[rank]
+            holds, budget = show_bytes(own.balanced), show_bytes(own.balanced - excess)
+            among = f", including {show_bytes(own.states)} of optimizer states" * bool(own.states)
+            yield (
+                f"{names[rank]} holds {holds}, over its budget of {budget}" + f" by {show_bytes(excess)}" * (holds == budget) + ", "
+                f"because sizes= gives fewer bytes than the rank uses{among}. Give stats['static_bytes'] as its static bytes, or "
+                "leave sizes= out, so that bpipe measures them"
+            )
+
+
 class Fullest:
     """Compare the fullest rank's peak with its peak without evictions and recomputation, and each rank's peak with its budget.
 
     After the first step of a plan each rank knows both of its peaks, the second one from the footprints of the same microbatches.
-    They travel with the record of the next step, in which the first rank warns, once.
+    They travel with the records of the next steps, and the first rank warns, once.
 
     Args:
         budgets: each rank's budget in bytes, if a plan was made for them from given (not measured) sizes.
@@ -31,51 +69,30 @@ class Fullest:
     def __init__(self, budgets: Sequence[int | None] | None = None) -> None:
         self._budgets = budgets
         self.plan: Plan | None = None  # the plan whose first step was compared
-        self.is_open = False  # whether the next records are to be checked
-        self._own: tuple[int, int] | None = None  # both peaks of this rank, without optimizer states
-        self._has_said = False
+        self._own = PeakRecord()  # both peaks of this rank, without optimizer states
+        self._has_said = False  # that a plan's sizes show a problem
 
     def note(self, run: Run, stats: Mapping[str, float], states: int, once: Once) -> None:
         """Note both peaks of this rank after a plan's first training step, for the comparison."""
-        self.plan, self._own = run.plan, None
-        if self._budgets is not None or any(action.op in (Op.EVICT, Op.R) for lane in run.plan.actions for action in lane):
+        self.plan, self._own, budgets = run.plan, PeakRecord(), self._budgets
+        balances = any(action.op in (Op.EVICT, Op.R) for lane in run.plan.actions for action in lane)
+        if not self._has_said and (budgets is not None or balances):
             with_messages_alone = once(("plain", run.plan), lambda: communicate(computations_only(run.plan)))
-            plain = Peaks(with_messages=True).of(with_messages_alone, run.rank, run.evictions.ledger.footprints)
-            self.is_open = not self._has_said
-            self._own = int(stats["device_peak_bytes"]) - states, int(stats["static_bytes"]) - states + plain
+            plain = peak(with_messages_alone, run.rank, run.evictions.ledger.footprints, with_messages=True)
+            balanced, static = int(stats["device_peak_bytes"]) - states, int(stats["static_bytes"]) - states
+            self._own = PeakRecord(balanced, static + plain, budget=None if budgets is None else budgets[run.rank])
 
-    def peaks(self, states: int) -> tuple[int, int]:
-        """Return both peaks of this rank including the present optimizer states; zeros if there is nothing to compare."""
-        return (0, 0) if self._own is None else (self._own[0] + states, self._own[1] + states)
-
-    def check(self, records: Sequence[StepRecord], names: Sequence[str], rule: str, warn: Callable[..., None]) -> None:
-        """Warn if the records of all ranks, in the order of the plan, show a problem, after a step that was compared."""
-        self.is_open = False
-        raised = _raised([record.plain_peak for record in records], [record.peak for record in records], names)
-        self._say((*raised, *self._over_budget(records, names)), rule, warn)
+    def record(self, states: int) -> PeakRecord:
+        """Return both peaks of this rank including the present optimizer states, if there is something to compare."""
+        own = self._own
+        return own if own == PeakRecord() else PeakRecord(own.balanced + states, own.plain + states, states, own.budget)
 
     def check_plan(self, plan: Plan, names: Sequence[str], rule: str, warn: Callable[..., None]) -> None:
         """Warn if a plan's sizes show that, within different budgets, a rank gets fuller than any rank without balancing."""
         if not self._has_said and plan.sizes is not None and len(set(plan.budgets or ())) > 1:
-            self._say(_raised(unbalanced_peaks(plan), plan.device_peak_bytes, names), rule, warn)
-
-    def _say(self, problems: Iterable[str], rule: str, warn: Callable[..., None]) -> None:
-        for problem in problems:
-            self._has_said = True
-            warn("%s: %s", rule, problem)
-
-    def _over_budget(self, records: Sequence[StepRecord], names: Sequence[str]) -> Iterator[str]:
-        over = [(one.peak - most, rank) for rank, (one, most) in enumerate(zip(records, self._budgets or ())) if most is not None]
-        excess, rank = max(over, default=(0, 0))
-        if excess > 0:
-            peak, states = records[rank].peak, records[rank].states
-            holds, budget = show_bytes(peak), show_bytes(peak - excess)
-            among = f", including {show_bytes(states)} of optimizer states" * bool(states)
-            yield (
-                f"{names[rank]} holds {holds}, over its budget of {budget}" + f" by {show_bytes(excess)}" * (holds == budget) + ", "
-                f"because sizes= gives fewer bytes than the rank uses{among}. Give stats['static_bytes'] as its static bytes, or "
-                "leave sizes= out, so that bpipe measures them"
-            )
+            for problem in _raised(unbalanced_peaks(plan), plan.device_peak_bytes, names):
+                self._has_said = True
+                warn("%s: %s", rule, problem)
 
 
 def _raised(plain: Sequence[int], balanced: Sequence[int], names: Sequence[str]) -> Iterator[str]:

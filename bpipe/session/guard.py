@@ -59,8 +59,9 @@ class Guard:
             ) from cause
         if self.is_closed:
             raise PipelineBrokenError(f"this {self._owner} was closed: build a new one")
-        with self.breaking():
-            self._transport.control.check()
+        if self._transport.control.failure is not None:
+            with self.breaking():
+                self._transport.control.check()
 
     @contextmanager
     def failing_together(self, *harmless: type[Exception]) -> Iterator[None]:

@@ -6,11 +6,14 @@ import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from bpipe.comm.health.agreement import StepRecord
+from bpipe.comm.health.agreement import RoomRecord, StepRecord
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
+from bpipe.flow.shape_arguments import Holders, holders_of
 from bpipe.model.plain_numbers import InputForms
+from bpipe.passes.gradient_exchanges import with_sums
 from bpipe.plan.plan import Plan
+from bpipe.schedules import verify
 from bpipe.schedules.by_name import forward_plan
 from bpipe.session.fullest import Fullest
 from bpipe.session.prepare import PreparedCall
@@ -53,6 +56,20 @@ class PlanSource:
             self._announced[is_training] = self._proven(forward_plan(self._announced[True].plan))
         return self._announced[is_training]
 
+    def share(self, holders: tuple[Holders, ...]) -> bool:
+        """Let stages add up the gradients of weights that they have in common, in the plans from now on; return whether it is news.
+
+        Args:
+            holders: the stages of each weight, on which all ranks have agreed.
+        """
+        known = self._announced[True].plan
+        if holders == holders_of(known.flow):
+            return False
+        plan = with_sums(known, holders)
+        verify(plan)
+        self.plan, self._announced = plan, {True: self._proven(plan)}
+        return True
+
     def _proven(self, plan: Plan) -> Proven:
         """Return a plan with a fingerprint of the plan and of the user's settings."""
         fingerprint = plan.fingerprint()
@@ -60,9 +77,14 @@ class PlanSource:
             fingerprint = hashlib.sha256(f"{fingerprint} {self._asked}".encode()).hexdigest()[:32]
         return Proven(plan, fingerprint)
 
-    def completed(self, record: StepRecord, forms: InputForms) -> StepRecord:
-        """Add to a step's record everything that ranks must know of each other before `plan_of` is called."""
-        return record
+    def records(self, forms: InputForms, states: int) -> tuple[RoomRecord, ...]:
+        """Return what ranks must know of each other before `plan_of` is called.
+
+        Args:
+            forms: of the step's inputs.
+            states: the bytes of this rank's optimizer states.
+        """
+        return (self.fullest.record(states),)
 
     def plan_of(self, inputs: PreparedCall, records: Sequence[StepRecord], gather: Gather, *, is_training: bool) -> Plan:
         """Return the plan of a step that all ranks have described. Collective if it calls `gather`.

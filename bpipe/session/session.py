@@ -7,48 +7,43 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from multiprocessing import util
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from bpipe._version import __version__
 from bpipe.cleanup import noted_on
 from bpipe.comm.health.activity import State
-from bpipe.comm.health.agreement import UNKNOWN_CUT, StepRecord, check, slices_of, unlike_twins
+from bpipe.comm.health.agreement import RoomRecord, StepRecord, check, rooms_of
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.transport.base import Transport
-from bpipe.engine.compute import StepInputs
 from bpipe.engine.messages import MessageSpecs
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
-from bpipe.engine.settings import changed
 from bpipe.errors import AgreementError, CommError, PlanError, format_error
-from bpipe.logs import RankLog
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.optimizers import STEPPED
 from bpipe.memory.recent import Recent
 from bpipe.memory.static import standing
 from bpipe.model import microbatch as mb
 from bpipe.model.call import Call
-from bpipe.model.cut import cut_of
-from bpipe.model.merging import check_merge, merge_or_list
-from bpipe.parallel.directions import directions_of
+from bpipe.model.merging import merge_or_list
 from bpipe.parallel.fsdp import REDUCING, units_in
-from bpipe.parallel.twins import held_by, kinds_of, weights_of
+from bpipe.parallel.settings import changed
+from bpipe.parallel.shared_weights import NOTHING, SharedWeights
 from bpipe.plan.plan import Plan
-from bpipe.session.batches import BatchSample, difference, is_compared
 from bpipe.session.context import RankContext
 from bpipe.session.filler import Filler, both
 from bpipe.session.plan_source import Gather, PlanSource
-from bpipe.session.prepare import Preparation, PreparedCall
+from bpipe.session.prepare import Preparation, PreparedCall, sums_shared
 from bpipe.session.side_by_side import SideBySide
 from bpipe.session.stats import Stats
-from bpipe.skips.routes import skips_of
 from bpipe.torch_private.fsdp_states import groups_of
 
 __all__: list[str] = []
 
 REMEMBERED_SHAPES = 64  # combinations of input shapes whose message specs are kept
+COMPARISONS = {"alternatives": "bpipe.twins.exchange:Comparison"}  # by shape: what makes records of stages
 
 StepKey = tuple[bool, tuple[bytes, ...]]  # whether it trains, and a description of each rank's inputs
 SpecsKey = tuple[StepKey, tuple[tuple[int, ...], ...]]  # messages go elsewhere where microbatches take other paths
@@ -84,10 +79,9 @@ class Session:
         self._learned = Recent[SpecsKey, MessageSpecs](REMEMBERED_SHAPES)
         self._connected: Plan | None = None
         self._largest: list[int] = []  # of each rank of a plan that counts slots, for which its buffers are reserved
-        self._compares_weights = True  # of twins
-        self._makeups: dict[int, int] | None = None  # of each stage in the latest step
-        self._has_told_twins = False  # that they differ
-        self._has_told_batches = False  # that the ranks were given different ones
+        self._comparisons: dict[str, Any] = {}  # by shape
+        self._shared = SharedWeights()
+        self._doubted: set[type[RoomRecord]] = set()  # the features of which a warning was given
         self._latest: tuple[Sequence[bytes], Sequence[StepRecord]] = (), ()  # that agreed, but for the number of the step
         self._counted = Stats(context.memory)
         self.adopt(source)
@@ -100,14 +94,10 @@ class Session:
         context = self.context
         context.lanes.prepare(source.plan, context.plan_rank)
         source.prepare(context.memory, context.plan_rank, context.stages)
+        for shape in source.plan.flow.shapes:
+            if shape.name in COMPARISONS and shape.name not in self._comparisons:
+                self._comparisons[shape.name] = resolve_name(COMPARISONS[shape.name])()
         self.source = source
-        plan = source.plan
-        if context.plan_rank == 0 and skips_of(plan.flow) and any(map(plan.recomputed, range(plan.num_ranks))):
-            RankLog(0).warning(
-                "%s: the plan recomputes stages of a model with skips, whose bytes are not counted exactly: peaks in stats, "
-                "predicted and counted ones, may be other than what a rank holds. Evict instead (by='evict') if they matter",
-                source.rule,
-            )
 
     @property
     def is_unused(self) -> bool:
@@ -133,6 +123,7 @@ class Session:
             with guard.failing_together():
                 with under_way(run), transport.control.interruptible():
                     users = *self.context.modules(), self.context.loss_fn
+                    run.exchanges.begin()
                     pair = self.overlap if self.overlap is not None and self.overlap.runs(run, users) else None
                     self.context.lanes.drive(run, transport.control, self.context.group_ranks, pair)
                 result = self.result(run)
@@ -165,17 +156,16 @@ class Session:
         if not is_training:  # `adopt` has prepared the plan of training steps
             self.context.lanes.prepare(plan, self.context.plan_rank)
         inputs = self._preparation.inputs(call, plan, is_training=is_training)
-        record = self.source.completed(self._record(inputs, is_training=is_training), inputs.forms)
-        if is_training and is_compared(self.guard.num_steps):
-            record = record._replace(batch=BatchSample.of(call))
         num_calls = self.context.transport.control.activity.call
-        return PreparedStep(inputs, is_training, record.pack(num_calls), num_calls)
+        return PreparedStep(inputs, is_training, self._record(inputs, is_training=is_training).pack(num_calls), num_calls)
 
     def _record(self, inputs: PreparedCall, *, is_training: bool) -> StepRecord:
-        source, stages, forms = self.source, self.context.stages, inputs.forms
+        source, context, latest = self.source, self.context, self._latest[1]
         plan, fingerprint = source.announced(is_training=is_training)
-        states = self.context.states.of(self.context.modules)
-        peak, plain_peak = source.fullest.peaks(states)
+        compared = [one.record(inputs.parts, plan, latest, is_training=is_training) for one in self._comparisons.values()]
+        is_summed = (is_training or not self._shared.has_compared) and sums_shared(plan, context.transport)
+        shared = self._shared.record(inputs.parts if is_summed else {})
+        context.held_bytes = max(self._shared.held_bytes, *(one.held_bytes for one in self._comparisons.values()), 0)
         return StepRecord(
             version=__version__,
             schedule=source.rule,
@@ -185,54 +175,28 @@ class Session:
             num_stages=plan.num_stages,
             num_ranks=plan.num_ranks,
             num_microbatches=plan.num_microbatches,
-            pipeline=self.context.transport.identity,
-            signature=(signature := mb.digest(forms.exact)),
-            stages=tuple(sorted(stages)),
-            cut=next((cut.digest for stage in stages.values() if (cut := cut_of(stage.submod)) is not None), UNKNOWN_CUT),
-            form=mb.digest(forms.counted) if forms.numbered else signature,
-            states=states + self.context.held_bytes,
-            peak=peak,
-            plain_peak=plain_peak,
-            largest_remote_bytes=self.context.memory.largest_remote_bytes if self.context.transport.can_lend() else 0,
-            slices=tuple(inputs.step_inputs.lengths or ()),
-            batch_size=inputs.batch_size,
+            pipeline=context.transport.identity,
+            signature=mb.digest(inputs.forms.exact),
+            stages=tuple(sorted(context.stages)),
+            largest_remote_bytes=context.memory.largest_remote_bytes if context.transport.can_lend() else 0,
             idle=tuple(stage for stage, rank in enumerate(plan.stage_ranks) if not plan.actions[rank]),
-            **self._twins(inputs, plan, is_training=is_training),
+            rooms=(*inputs.records, *compared, shared, *source.records(inputs.forms, context.states.of(context.modules))),
         )
-
-    def _twins(self, inputs: PreparedCall, plan: Plan, *, is_training: bool) -> dict[str, Any]:
-        """Return what twins compare: values in the first step, and in the one after a module of any rank has changed."""
-        if directions_of(plan.flow) == 1:
-            return {}
-        if is_training:  # an evaluation sets nothing aside
-            self.context.held_bytes = max(self.context.held_bytes, held_by(inputs.parts))
-        kinds, settings = kinds_of(inputs.parts)
-        makeups = {stage: one.makeup for stage, one in inputs.parts.items()}
-        is_changed, self._makeups = self._makeups not in (None, makeups), makeups
-        weights = weights_of(inputs.parts, plan.depth, with_values=self._compares_weights)
-        return {"weights": weights, "kinds": kinds, "settings": settings, "is_changed": is_changed}
 
     def agree(self, step: PreparedStep, packed: Sequence[bytes], gather: Gather) -> Run:
         """Check that all ranks are about to run the same step, and prepare this rank's first action."""
         context, source = self.context, self.source
         records = self._checked(packed, step.num_calls)
-        self._compares_weights = any(record.is_changed for record in records)
-        if not context.group_ranks:
-            self._place(records, source.plan)
-        if context.plan_rank == 0 and source.fullest.is_open:
-            names = [f"rank {rank}" for rank in context.group_ranks]
-            source.fullest.check([records[rank] for rank in context.group_ranks], names, source.rule, context.log().warning)
-        is_due = context.plan_rank == 0 and not self._has_told_batches and is_compared(self.guard.num_steps)
-        if is_due and (found := difference(records, source.plan)):
-            self._has_told_batches = True
-            context.log().warning("%s: %s", source.rule, found)
-        if context.plan_rank == 0 and not self._has_told_twins and directions_of(source.plan.flow) > 1:
-            self._compare_twins(records)
+        shared = NOTHING
+        if step.is_training:
+            shared = self._shared.agreed(records)
+            source.share(shared.holders)
         plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
         context.transport.control.activity.state = State.PREPARING
+        context.cutter.agreed(records)
         self._connect(plan, records)
         key = (step.is_training, tuple(record.signature for record in records)), plan.flow.routes
-        is_learning = key not in self._learned
+        is_learning, observer = key not in self._learned, source.observer_of(step.inputs, plan, self.observer)
         return Run(
             plan=plan,
             rank=context.plan_rank,
@@ -240,36 +204,15 @@ class Session:
             stages=context.stages,
             parts=step.inputs.parts,
             transport=context.transport,
-            step_inputs=self._informed(step.inputs.step_inputs, records),
+            given=step.inputs.given,
             specs=self._learned.use(key, {}),  # those agreed for inputs of this form, or to be learned
             is_learning=is_learning,
             memory=context.memory,
             name=f"rank {context.group_rank}",
-            takes_slices=context.slicing is not None,
-            observer=both(source.observer_of(step.inputs, plan, self.observer), self.filler),
+            conventions=context.cutter.conventions(),
+            observer=observer if self.filler is None else both(observer, self.filler),
+            shared=shared,
         )
-
-    def _compare_twins(self, records: Sequence[StepRecord]) -> None:
-        """Warn if twins differ in what may decide what they compute."""
-        if found := unlike_twins(records, lambda record: record.settings):
-            self._has_told_twins = True
-            self.context.log().warning(
-                "%s: stages %d and %d are twins, on ranks %d and %d, and have other attributes or hooks: if these change what a "
-                "stage computes, the gradients are of two different models; give both the same",
-                *(self.source.rule, *found),
-            )
-
-    def _informed(self, inputs: StepInputs, records: Sequence[StepRecord]) -> StepInputs:
-        """Let the last stage know how long slices are, though only the first one may have got a sequence."""
-        slicing = self.context.slicing
-        if slicing is None:
-            return inputs
-        lengths = slices_of(records) or None
-
-        def check_output(output: Any) -> None:
-            check_merge(slicing.expected(output, lengths), self.context.specs.output)
-
-        return replace(inputs, lengths=lengths, check_output=check_output)
 
     def _checked(self, packed: Sequence[bytes], num_calls: int) -> Sequence[StepRecord]:
         """Return the records of all ranks, which agree; if they are those of the latest step, nothing is read or checked again."""
@@ -277,7 +220,18 @@ class Session:
             records = [StepRecord.unpack(data, num_calls) for data in packed]
             check(records)
             self._latest = packed, records
+            if not self.context.group_ranks:
+                self._place(records, self.source.plan)
+            if self.context.plan_rank == 0:
+                self._warn(records)
         return self._latest[1]
+
+    def _warn(self, records: Sequence[StepRecord]) -> None:
+        """Say what may be wrong with a step in which the ranks agree, once for each feature."""
+        for kind in rooms_of(records):
+            for doubt in () if kind in self._doubted else kind.doubts(records, self.source.plan.depth):
+                self._doubted.add(kind)
+                self.context.log().warning("%s: %s", self.source.rule, doubt)
 
     def _place(self, records: Sequence[StepRecord], plan: Plan) -> None:
         """Learn which rank of the group runs which rank of the plan, and open the channels."""
@@ -300,15 +254,15 @@ class Session:
 
     def result(self, run: Run) -> Any:
         """Return the result of the step: the merged outputs, or their list if they do not fit together; None if there are none."""
-        outputs, slicing = list(run.compute.outputs.values()), self.context.slicing
-        if outputs and slicing is not None:
-            outputs = slicing.merged(outputs, run.compute.lengths)
-        return merge_or_list(outputs, self.context.specs.output) if outputs else None
+        context = self.context
+        outputs = context.cutter.merged(run.results.outputs)
+        return merge_or_list(outputs, context.specs.output) if outputs else None
 
     def finish(self, step: PreparedStep, run: Run, started: float) -> None:
         """Finish a step whose actions have all run: learn from it, count its bytes and times, and hand out its losses."""
         context, source = self.context, self.source
-        run.compute.reruns.check()
+        run.second_forwards.check()
+        self._shared.has_compared = True
         if step.is_training:
             source.learn(run)
         self.guard.num_steps += 1
@@ -324,9 +278,8 @@ class Session:
             self.stats |= self.filler.numbers()
         if self.observer is not None:
             self.observer.finished(run, self.stats)
-        if run.has_loss and step.inputs.losses is not None:
-            losses, slicing = list(run.compute.losses.values()), self.context.slicing
-            step.inputs.losses[:] = losses if slicing is None else slicing.losses(losses, step.inputs.weights)
+        if run.setup.with_loss and step.inputs.losses is not None:
+            step.inputs.losses[:] = run.results.losses.values()
         if step.is_training:
             source.counted(run, self.stats)
 
@@ -341,8 +294,10 @@ class Session:
 
 @contextmanager
 def under_way(run: Run) -> Iterator[None]:
-    """Let what concerns all of a step act while its actions run: data parallelism, twins, hooks, the factor of its losses."""
-    with run.sharding.in_charge(), run.twins.in_charge(), run.hooks.watched(), run.compute.loss_scale.in_force():
+    """Let what concerns all of a step act while its actions run: data parallelism, exchanges, hooks, the factor of its losses."""
+    sharding, exchanges = run.sharding, run.exchanges
+    parallelism = nullcontext() if sharding is None else sharding.in_charge()
+    with parallelism, exchanges.in_charge(sharding), run.hooks.watched(), run.setup.loss_scale.in_force():
         yield
 
 

@@ -11,8 +11,8 @@ from bpipe.comm.health.activity import place_of
 from bpipe.engine.run import Run
 from bpipe.errors import StageError
 from bpipe.logs import LOG
+from bpipe.model.state.reachable import Reachable
 from bpipe.plan.action import Action
-from bpipe.recomputation.reachable import Reachable
 
 __all__: list[str] = []
 
@@ -35,13 +35,13 @@ class SideBySide:
         """
         if not run.plan.overlapped:
             return False
-        if run.sharding.is_needed and not self._has_warned:
+        if run.is_sharded and not self._has_warned:
             self._has_warned = True
             LOG.warning("forwards and backwards run one after the other, because a stage is under FSDP2 or DDP, which expect that")
         begin_step = getattr(self.function, "begin_step", None)
-        if begin_step is not None and not run.sharding.is_needed:
+        if begin_step is not None and not run.is_sharded:
             begin_step(Reachable(users).sources)
-        return not run.sharding.is_needed
+        return not run.is_sharded
 
     def __call__(self, run: Run, execute: Callable[[Action], None], forward: Action, backward: Action) -> None:
         """Run a pair.
@@ -61,7 +61,7 @@ class SideBySide:
             for half in halves:
                 half.check()
         except BaseException as error:
-            note(error, f"bpipe: in {place}; {place_of(forward, run.plan.slices)}, step {run.step}")
+            note(error, f"bpipe: in {place}; {place_of(forward, run.plan.units)}, step {run.step}")
             raise
         finally:
             run.is_side_by_side = False

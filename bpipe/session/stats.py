@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Run
-from bpipe.memory.peaks import Peaks
+from bpipe.memory.ledger import Key
+from bpipe.memory.peaks import peak
+from bpipe.memory.saved.footprint import Footprint
 from bpipe.memory.static import bytes_under
 from bpipe.plan.meter import occupancy
 from bpipe.schedules import Op, Plan
@@ -20,8 +24,8 @@ class Stats:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._planned: _Planned | None = None
-        self._predicted = Peaks(with_messages=False)
-        self._device, self._predicted_device = Peaks(with_messages=True), Peaks(with_messages=True)
+        self._taken: tuple[object, ...] = ()  # what the peaks of the latest step were computed from, besides the plan
+        self._peaks = (0, 0, 0)  # on the device, as counted and as predicted; of activations alone, as predicted
 
     def of(self, run: Run, static_bytes: int, seconds: float) -> dict[str, float]:
         """Compute the numbers of a step: the memory that the rank used, and how long it waited.
@@ -58,22 +62,20 @@ class Stats:
         ledger, waited, of_step = run.evictions.ledger, run.traffic.waited_s, run.step
         if (waits := self._memory.device_waits) is not None:
             of_step, waited = waits.finish(run.step)
-        plan, rank, planned, memory, predicted = run.plan, run.rank, self._plan(run), self._memory, run.evictions.predicted()
-        static = static_bytes + ledger.held_bytes + bytes_under(run.compute.returned)
-        always = static + memory.remote_buffer_bytes + run.twins.held_bytes
-        stored, exchanged = memory.remote_buffer_bytes + ledger.held_bytes, run.twins.exchanged_bytes
-        device_peak = planned.device_bytes
-        if device_peak is None:
-            device_peak = always + self._predicted_device.of(plan, rank, predicted, exchanged)
+        plan, planned, memory = run.plan, self._plan(run), self._memory
+        device, predicted_device, predicted = self._peaks_of(run, run.evictions.predicted())
+        static = static_bytes + ledger.held_bytes + bytes_under(run.results.returned)
+        always = static + memory.remote_buffer_bytes + run.exchanges.held_bytes
+        stored = memory.remote_buffer_bytes + ledger.held_bytes
         return {
             "step": run.step,
             "step_s": seconds,
-            "device_peak_bytes": always + self._device.of(plan, rank, ledger.footprints, exchanged),
-            "predicted_device_peak_bytes": device_peak,
+            "device_peak_bytes": always + device,
+            "predicted_device_peak_bytes": always + predicted_device if planned.device_bytes is None else planned.device_bytes,
             "host_peak_bytes": memory.host_bytes,
             "predicted_host_peak_bytes": memory.host_bytes if planned.host_bytes is None else planned.host_bytes,
             "peak_bytes": ledger.peak_bytes + stored,
-            "predicted_peak_bytes": self._predicted.of(plan, rank, predicted) + stored,
+            "predicted_peak_bytes": predicted + stored,
             "peak_slots": ledger.peak_slots + planned.remote_buffers,
             "predicted_peak_slots": planned.slots + planned.remote_buffers if plan.has_backward else 0,
             **run.evictions.counts(),
@@ -92,9 +94,23 @@ class Stats:
             "wait_step": of_step,
         }
 
+    def _peaks_of(self, run: Run, predicted: Mapping[Key, Footprint]) -> tuple[int, int, int]:
+        """Return the peaks of a step, computed again only when the plan, or what a microbatch takes, has changed."""
+        taken = footprints, exchanged = run.evictions.ledger.footprints, run.exchanges.exchanged
+        if self._taken != (*taken, predicted):
+            of = partial(peak, run.plan, run.rank)
+            self._taken = *taken, predicted
+            self._peaks = (
+                of(footprints, exchanged, with_messages=True),
+                of(predicted, exchanged, with_messages=True),
+                of(predicted, with_messages=False),
+            )
+        return self._peaks
+
     def _plan(self, run: Run) -> _Planned:
         """Return the plan's own numbers for this rank, computed once because they are the same in every step."""
         if self._planned is None or self._planned.plan is not run.plan:
+            self._taken = ()
             plan, rank = run.plan, run.rank
             self._planned = _Planned(
                 plan=plan,

@@ -66,7 +66,7 @@ class Costs:
         output_bytes: bytes that a stage's forward sends to the next stage.
         gradient_bytes: bytes that the next stage's backward sends back across the same boundary; default: `output_bytes`.
         static_bytes: bytes that a stage keeps throughout: parameters, gradients, optimizer states, buffers.
-        exchanged_bytes: bytes of a stage's gradients, which twins exchange in a plan of two directions.
+        exchanged_bytes: bytes of a stage's gradients in an exchange, of twins or of stages that have weights in common.
         link: the link between ranks of one node.
         cross_link: the link between ranks of different nodes, as given by `nodes`; default: `link`.
         host_link: the link between a rank and its own host's memory, in each direction; default: `link`.
@@ -127,7 +127,7 @@ class Costs:
                         _check_series(f"{name}[{stage}]", series, plan, is_bytes=name in _BYTES)
         if self.nodes is not None:
             check_length("nodes", self.nodes, plan.num_ranks, "ranks")
-        for stage, unit in product(range(plan.num_stages), range(plan.slices)):
+        for stage, unit in product(range(plan.num_stages), plan.units.of(0)):
             saved, movable = self.saved(stage, unit), self.movable(stage, unit)
             if movable > saved:
                 raise ConfigurationError(f"movable_bytes: stage {stage} would move {movable} bytes but saves only {saved}")
@@ -194,11 +194,11 @@ class Costs:
             >>> costs.of_slices(build("seq_1f1b", 2, 4, slices=2), lengths=[0.6, 0.4]).saved_bytes
             ((60, 40), (60, 40))
         """
-        shares = {name: _shares(name, given, plan.slices) for name, given in (("lengths", lengths), ("seconds", seconds))}
+        shares = {name: _shares(name, given, plan.units) for name, given in (("lengths", lengths), ("seconds", seconds))}
         cut: dict[str, Any] = {}
         for name in (*_TIMES, *_BYTES):
             value, of_what = getattr(self, name), "lengths" if name in _BYTES else "seconds"
-            if plan.slices > 1 and value is not None and name not in OF_STAGE:
+            if plan.units.are_slices and value is not None and name not in OF_STAGE:
                 cut[name] = [_cut(value, stage, shares[of_what], is_whole=name in _BYTES) for stage in range(plan.num_stages)]
         return replace(self, **cut)
 
@@ -252,20 +252,21 @@ def _checked(name: str, value: Any, kind: type[int] | type[float], levels: int) 
 
 def _check_series(name: str, series: Sequence[object], plan: Plan, *, is_bytes: bool) -> None:
     """Raise unless a series has an entry for each slice of a microbatch; or, if it is of times, for all of all microbatches."""
-    if is_bytes and plan.slices == 1:
+    units = plan.units
+    if is_bytes and not units.are_slices:
         raise ConfigurationError(f"{name} has {len(series)} entries: give one number, because microbatches are not cut into slices")
     if is_bytes:
-        check_length(name, series, plan.slices, "slices of a microbatch")
-    elif plan.slices == 1:
+        check_length(name, series, units, "slices of a microbatch")
+    elif not units.are_slices:
         check_length(name, series, plan.num_microbatches, "microbatches")
-    elif len(series) != plan.slices:
-        check_length(name, series, plan.num_units, f"slices, or of the {plan.slices} of a microbatch")
+    elif len(series) != units:
+        check_length(name, series, plan.num_units, f"slices, or of the {units} of a microbatch")
 
 
-def _shares(name: str, given: Sequence[float] | None, slices: int) -> list[float]:
-    shares = [1 / slices] * slices if given is None else [float(share) for share in given]
-    if len(shares) != slices or not all(share >= 0 for share in shares) or not isclose(sum(shares), 1.0):
-        raise ConfigurationError(f"{name}={given!r}: give {slices} shares of at least 0, one for each slice, that add up to 1")
+def _shares(name: str, given: Sequence[float] | None, k: int) -> list[float]:
+    shares = [1 / k] * k if given is None else [float(share) for share in given]
+    if len(shares) != k or not all(share >= 0 for share in shares) or not isclose(sum(shares), 1.0):
+        raise ConfigurationError(f"{name}={given!r}: give {k} shares of at least 0, one for each slice, that add up to 1")
     return shares
 
 

@@ -24,7 +24,7 @@ class Step(NamedTuple):
 
 
 def critical_path(timeline: Timeline) -> list[Step]:
-    """Walk back from the end of the last computation, or exchange of twins, to the event that each action waited for last.
+    """Walk back from the end of the last computation, or exchange of gradients, to the event that each action waited for last.
 
     Returns:
         Computations and transfers in time order, each of which began when the one before it ended, or on a busy link
@@ -100,8 +100,7 @@ class _Walk:
     def _other_end(self, place: _Place) -> _Place:
         action = place.span.action
         assert action.peer is not None
-        twin = self.plan.twin(action.stage) if action.is_exchange else None
-        other = self.plan.other_end(action) if twin is None else (action.op, twin, *action[2:4])
+        other = self.plan.other_end(action)
         lane = action.peer + self.num_ranks * (other[0] in SERVED)
         return self._place(lane, self.positions(lane)[other])
 

@@ -79,7 +79,7 @@ def _sized(plan: Plan, costs: Costs) -> Plan:
             StageSizes(parts=(costs.movable(stage, unit),), fixed=costs.saved(stage, unit) - costs.movable(stage, unit))
             for stage in range(plan.num_stages)
         )
-        for unit in plan.units_of(0)
+        for unit in plan.units.of(0)
     ]
     static = tuple(sum(map(costs.static, plan.stages_of(rank))) for rank in range(plan.num_ranks))
     return replace(plan, sizes=Sizes.of_slices(of_units, static=static), overlapped=frozenset())
@@ -170,7 +170,7 @@ class _Simulation:
     def _post(self, rank: int, action: Action, times: Lane, position: int, now: float) -> None:
         """Post one end of a transfer; the second end starts it, or the first if the other end is a host.
 
-        An exchange between twins goes both ways at once, and lasts until both have arrived.
+        An exchange of gradients goes both ways at once, and lasts until both have arrived.
         """
         op, *_, peer = action
         assert peer is not None

@@ -149,7 +149,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the first computation's start to the last one's end, or the last exchange's of twins, over all ranks.
+        """Seconds from the first computation's start to the last one's end, or the last exchange's of gradients, over all ranks.
 
         Raises:
             ConfigurationError: the times of a rank are missing.
@@ -158,11 +158,11 @@ class Timeline:
         return max(map(self.step_end_s, ranks)) - min(self.span_s(rank)[0] for rank in ranks) if ranks else 0.0
 
     def step_end_s(self, rank: int) -> float:
-        """Return when a rank has computed everything, and added up its gradients and its twins'."""
+        """Return when a rank has computed everything, and added up its gradients and those of other ranks."""
         return max(self.span_s(rank)[1], self.actions[rank].end_s[self.last_position(rank)])
 
     def last_position(self, rank: int) -> int:
-        """Return the place of a rank's last computation, or of the last exchange of gradients with its twins."""
+        """Return the place of a rank's last computation, or of the last exchange of gradients."""
         lane = self.plan.actions[rank]
         ends = (i for i in range(len(lane) - 1, -1, -1) if lane[i].op in COMPUTE or lane[i].op is Op.WAIT_REDUCE_GRAD)
         return next(ends)

@@ -60,11 +60,6 @@ class SliceCutting:
         self._given_whole: list[tuple[str, int]] = []  # tensors of one dimension without a spec, and their sizes
         self._first: tuple[int, str] | None = None  # the number of positions, and the value that shows it
         self.lengths: Sequence[int] = ()
-        self._cut: list[str] = []
-
-    def has_cut(self, name: str) -> bool:
-        """Return whether something in a value was cut."""
-        return any(path.startswith(name) for path in self._cut)
 
     def split(self, value: Any, spec: Any, name: str) -> list[Any]:
         """Cut everything in a pytree that has one entry for each position of the sequence.
@@ -84,7 +79,7 @@ class SliceCutting:
         return self._split(value, DEFAULT if spec is None else spec, name)
 
     def _split(self, value: Any, spec: Any, path: str) -> list[Any]:
-        if not isinstance(spec, UpTo) and is_repeating(spec):
+        if spec is not DEFAULT and not isinstance(spec, UpTo) and is_repeating(spec):
             return [value] * self._k
         if isinstance(value, torch.Tensor):
             return self._tensor(value, spec, path)
@@ -171,7 +166,6 @@ class SliceCutting:
 
     def _ends(self, size: int, path: str, *, is_default: bool) -> list[int]:
         """Return where slices begin and end in a value of this size, which must be that of the sequence."""
-        self._cut.append(path)
         if self._first is None:
             self._first, self.lengths = (size, path), self._lengths_of(size)
         elif self._first[0] != size:

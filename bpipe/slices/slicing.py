@@ -2,30 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 
-from bpipe.errors import ConfigurationError
+from bpipe.comm.health.agreement import RoomRecord, StepRecord, unlike
+from bpipe.engine.run import MakeConvention
+from bpipe.errors import AgreementError, ConfigurationError
+from bpipe.model import merging
 from bpipe.model.call import CutBatch
 from bpipe.model.chunks import check_joinable, join
 from bpipe.model.merging import join_values, merge
-from bpipe.model.microbatch import tensors_in
-from bpipe.model.pytree import flattened
 from bpipe.model.specs import check_specs
-from bpipe.slices.loss_check import IGNORED, Kind, LossCheck
+from bpipe.model.stage import ModuleSnapshot, PipelineStage
+from bpipe.plan.plan import Plan
+from bpipe.session.context import Cutter
+from bpipe.slices.past_states import PastStates
 from bpipe.slices.positions import SEQUENCE, Lengths, SliceCutting, UpTo, rule_of
+from bpipe.slices.protocol import check_takes_slices, takes_past
 
 __all__: list[str] = []
 
+ADVICE = merging.ADVICE.replace("output_merge_spec", "output_slice_spec")
+ADVICE_FOR_LOSS = (
+    "loss_fn gets the outputs of a sequence's slices together: give an output_slice_spec that says how they are joined, or compute "
+    "the losses of slices one by one, with options=bpipe.Options(loss_of_slices=True) and a loss_fn that returns the sum of a "
+    "slice's losses and their count"
+)
 UNKNOWN = 0  # the length of a slice that this rank has nothing of
 
 
-class Slicing:
+@dataclass(frozen=True, slots=True)
+class SliceLengths(RoomRecord):
+    """The lengths of all slices of a step, in positions: 0 where a rank has nothing of a microbatch, () if it cuts none."""
+
+    lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def agreed(cls, records: Sequence[StepRecord]) -> tuple[int, ...]:
+        """Return the lengths that all ranks know together; () if no rank cuts anything."""
+        return tuple(map(max, zip(*{one.lengths for one in cls.of(records) if one.lengths}, strict=True)))
+
+    @classmethod
+    def check(cls, records: Sequence[StepRecord]) -> None:
+        given, m = [one.lengths for one in cls.of(records)], records[0].num_microbatches
+        if found := unlike([*map(len, given)]):
+            raise AgreementError(
+                "ranks {} and {} cut the {m} microbatches of this step into {} and {} slices: give all ranks the same number of "
+                "slices".format(*found, m=m)
+            )
+        agreed = cls.agreed(records)
+        each = len(agreed) // max(m, 1)  # slices in a microbatch
+        for number in () if 0 not in agreed and all(one in ((), agreed) for one in given) else range(m):
+            _check_slices_of(number, [lengths[number * each :][:each] for lengths in given])
+
+
+def _check_slices_of(microbatch: int, slices: Sequence[Sequence[int]]) -> None:
+    """Raise if two ranks cut a microbatch at different places, or if none has a sequence.
+
+    Args:
+        microbatch: its number.
+        slices: by rank, how long the slices are: 0 where the rank has nothing of the microbatch, () if it cuts none.
+    """
+    known = [lengths if any(lengths) else () for lengths in slices]
+    if not any(known):
+        raise AgreementError(
+            f"microbatch {microbatch} of this step has no sequence that could be cut into slices, and others have one: give it "
+            "an input whose dimension 1 are the positions, or a slice spec that says which dimension they are"
+        )
+    if found := unlike(known):
+        first, rank, expected, lengths = found
+        at = next(i for i, (one, other) in enumerate(zip(lengths, expected)) if one != other)
+        raise AgreementError(
+            f"ranks {first} and {rank} cut microbatch {microbatch} of this step at different places: their slices have "
+            f"{_shown(expected, at)} and {_shown(lengths, at)} positions. Give all ranks the same slice_lengths, and inputs "
+            "and targets of as many positions (or a slice spec for a value that is not along the sequence)"
+        )
+
+
+def _shown(lengths: Sequence[int], at: int) -> str:
+    """Return a few of the lengths of slices, around one of them."""
+    begin, end = max(0, at - 2), at + 6
+    return f"{'... ' if begin else ''}{', '.join(map(str, lengths[begin:end]))}{' ...' if end < len(lengths) else ''}"
+
+
+class Slicing(Cutter):
     """Cut microbatches into k slices, by the lengths and the specs that `Options` describes."""
+
+    is_whole = False
 
     def __init__(
         self,
@@ -35,6 +103,7 @@ class Slicing:
         kwargs_spec: Any = None,
         target_spec: Any = None,
         output_spec: Any = None,
+        sums_losses: bool = False,
     ) -> None:
         for spec, name in ((args_spec, "args"), (kwargs_spec, "kwargs"), (target_spec, "target")):
             check_specs(spec, f"{name}_slice_spec", others=(UpTo,))
@@ -42,12 +111,29 @@ class Slicing:
         self.num_slices = num_slices
         self._lengths_of = rule_of(lengths, num_slices)
         self._specs, self._output_spec = (args_spec, kwargs_spec, target_spec), output_spec
-        self._compared: set[tuple[Kind, Kind]] = set()  # how targets looked in slices whose losses were compared
+        self._makeups: dict[int, int] = {}  # of the stages, as they were checked
+        self._lengths: Sequence[int] = ()  # of all slices of the latest step, in positions; () if no rank has cut anything
+        self._sums_losses = sums_losses
+        if target_spec is not None and not sums_losses:
+            raise ConfigurationError(
+                "target_slice_spec cuts targets for losses of slices, and a loss of whole sequences gets them as they are: leave "
+                "it out, or give loss_of_slices=True, too"
+            )
 
-    def loss_check(self, targets: Sequence[Any] | None, *, is_mean: bool) -> LossCheck:
-        """Return what compares the losses of a step's slices with those of whole sequences, their mean or their sum."""
-        dims = _dim_of(self._output_spec), _dim_of(self._specs[2])
-        return LossCheck(self.num_slices, dims, _weights if is_mean else None, targets, self._compared)
+    def check(self, stages: Mapping[int, PipelineStage], parts: Mapping[int, ModuleSnapshot]) -> None:
+        """Check again the modules that have changed since the step before."""
+        for index, part in parts.items():
+            if self._makeups.get(index) != part.makeup:
+                check_takes_slices(stages[index].submod, f"stage {index}")
+                self._makeups[index] = part.makeup
+
+    def agreed(self, records: Sequence[StepRecord]) -> None:
+        """Take the lengths from the records of all ranks, because only that of the first stage may have got a sequence."""
+        self._lengths = SliceLengths.agreed(records)
+
+    def conventions(self) -> Sequence[MakeConvention]:
+        join = partial(self._joined, join=_join_for_loss, advice=ADVICE_FOR_LOSS)
+        return [partial(PastStates, None if self._sums_losses else join)]
 
     def cut(self, given: CutBatch) -> CutBatch:
         """Cut all microbatches of a call, each by its own number of positions; a ConfigurationError names the microbatch."""
@@ -57,65 +143,72 @@ class Slicing:
                 found.append(self._cut(given, number))
             except ConfigurationError as error:
                 raise ConfigurationError(f"microbatch {number}: {error}") from error
-        args, kwargs, targets, weights, lengths = (list(chain.from_iterable(column)) for column in zip(*found))
-        return CutBatch(
-            args, kwargs, targets if given.targets is not None else None, False, weights or None, lengths if any(lengths) else None
-        )
+        args, kwargs, targets, lengths = (list(chain.from_iterable(column)) for column in zip(*found))
+        records = (SliceLengths(tuple(lengths) if any(lengths) else ()),)
+        return CutBatch(args, kwargs, targets if given.targets is not None else None, False, records)
 
     def _cut(self, given: CutBatch, number: int) -> Sequence[Sequence[Any]]:
-        """Return the args, kwargs, targets, weights in the loss, and lengths, of one microbatch's slices."""
+        """Return the args, kwargs, targets and lengths of one microbatch's slices; for a loss of whole sequences, whole targets."""
         args_spec, kwargs_spec, target_spec = self._specs
         cutting = SliceCutting(self._lengths_of, self.num_slices, len(given.args))
         args = cutting.split(given.args[number], args_spec, "args")
         kwargs = cutting.split(given.kwargs[number], kwargs_spec, "kwargs")
         known, targets = cutting.lengths, list[Any]()
         if given.targets is not None:
-            targets = cutting.split(given.targets[number], target_spec, "the target")
+            target = given.targets[number]
+            targets = cutting.split(target, target_spec, "the target") if self._sums_losses else [target] * self.num_slices
         cutting.finish()
-        if targets and target_spec is None:
-            if not cutting.has_cut("the target"):
-                raise ConfigurationError(
-                    "the target has no dimension of positions, so no slice can be compared with it: give one with an entry for "
-                    "each position (-100 where there is nothing to learn), or train without slices"
-                )
-            known = cutting.lengths
-        weights = _weights(targets, cutting.lengths) if targets else []
-        return args, kwargs, targets, weights, known or [UNKNOWN] * self.num_slices
+        known = cutting.lengths if target_spec is None else known
+        return args, kwargs, targets, known or [UNKNOWN] * self.num_slices
 
-    def merged(self, outputs: Sequence[Any], lengths: Sequence[int] | None) -> list[Any]:
-        """Return the outputs of the microbatches, given those of all slices, and the lengths of these where they are known."""
+    def merged(self, outputs: Mapping[int, Any]) -> list[Any]:
         if self.num_slices == 1:
-            return list(outputs)
-        found = []
-        for begin in range(0, len(outputs), self.num_slices):
-            end = begin + self.num_slices
-            join = partial(_join, lengths=lengths[begin:end] if lengths else None)
-            found.append(merge(outputs[begin:end], self._output_spec, join_leaves=join, option="output_slice_spec"))
-        return found
+            return list(outputs.values())
+        slices = [list(outputs)[i : i + self.num_slices] for i in range(0, len(outputs), self.num_slices)]
+        return [self._joined([outputs[one] for one in each], each[0], join=_join) for each in slices]
 
-    def expected(self, output: Any, lengths: Sequence[int] | None) -> list[Any]:
-        """Return what the outputs of microbatches will look like, given the first slice's, and all lengths where they are known.
+    def _joined(self, outputs: Sequence[Any], first: int, *, join: Callable[..., Any], advice: str = ADVICE) -> Any:
+        """Return the output of a sequence, given those of its slices and the number of the first one."""
+        of_slices = self._lengths[first : first + self.num_slices]
+        return merge(outputs, self._output_spec, join_leaves=partial(join, lengths=of_slices), advice=advice)
 
-        That is one of them, or, if their sequences have different lengths, all; their tensors have shapes, but no content.
-        """
+    def expected(self, output: Any) -> list[Any]:
+        """Return one output of a microbatch, or all if their sequences have different lengths: tensors without content."""
         if self.num_slices == 1:
             return [output]
-        merged = partial(merge, [output], self._output_spec, option="output_slice_spec")
-        first = merged(join_leaves=partial(_join, lengths=lengths[:1] if lengths else None))
-        sizes = [sum(lengths[i : i + self.num_slices]) for i in range(0, len(lengths), self.num_slices)] if lengths else []
+        merged, lengths = partial(merge, [output], self._output_spec, advice=ADVICE), self._lengths
+        first = merged(join_leaves=partial(_join, lengths=lengths[:1]))
+        sizes = [sum(lengths[i : i + self.num_slices]) for i in range(0, len(lengths), self.num_slices)]
         return [merged(join_leaves=partial(_outline, size=size)) for size in sizes] if len(set(sizes)) > 1 else [first]
 
-    def losses(self, losses: Sequence[torch.Tensor], weights: Sequence[float] | None) -> list[torch.Tensor]:
-        """Return the losses of the microbatches: the sums of their slices' losses, each times its weight."""
-        found = torch.stack([loss.reshape(()) for loss in losses])
-        if weights is not None:
-            found = found * torch.tensor(weights, dtype=found.dtype, device=found.device)
-        return list(found.reshape(-1, self.num_slices).sum(1))
+
+def cutter_for(
+    plan: Plan, stages: Mapping[int, PipelineStage], options: Collection[Any], *, is_given: bool, may_slice: bool
+) -> Cutter:
+    """Return what cuts microbatches into a plan's slices; it leaves them whole, if stages take them so.
+
+    Args:
+        options: the arguments of `Slicing` that users give.
+        is_given: whether they gave one.
+        may_slice: whether the schedule is one of slices, of which a plan may have one.
+
+    Raises:
+        ConfigurationError: stages take no slices, or an option was given for none.
+    """
+    if may_slice and (plan.slices > 1 or any(takes_past(stage.submod) for stage in stages.values())):
+        for stage in stages.values():
+            check_takes_slices(stage.submod, f"stage {stage.stage_index}")
+        return Slicing(plan.slices, *options)
+    if is_given:
+        more = ", or say how many slices there are, by slices=k or, for FromPlan, by a plan that was built with it"
+        takers, more = ("the stages take no slices", "") if may_slice else (f"{plan.name} takes whole microbatches here", more)
+        raise ConfigurationError(f"{takers}, but slice_lengths, a slice spec or loss_of_slices was given: leave these out{more}")
+    return Cutter()
 
 
 def _outline(parts: Sequence[Any], spec: Any, *, size: int) -> Any:
     """Return what `_join` will make of the values at one place, for a sequence of so many positions."""
-    joined = _join(parts, spec, lengths=None)
+    joined = _join(parts, spec)
     if hasattr(spec, "reduce_fn") or not isinstance(joined, torch.Tensor):
         return joined
     shape = list(joined.shape)
@@ -123,7 +216,7 @@ def _outline(parts: Sequence[Any], spec: Any, *, size: int) -> Any:
     return torch.empty(shape, dtype=joined.dtype, device="meta")
 
 
-def _join(parts: Sequence[Any], spec: Any, *, lengths: Sequence[int] | None) -> Any:
+def _join(parts: Sequence[Any], spec: Any, *, lengths: Sequence[int] = ()) -> Any:
     """Join the values at one place in the outputs of a sequence's slices."""
     if hasattr(spec, "reduce_fn") or not isinstance(parts[0], torch.Tensor):
         return join_values(parts, spec)
@@ -139,28 +232,8 @@ def _join(parts: Sequence[Any], spec: Any, *, lengths: Sequence[int] | None) -> 
     return join(parts, dim)
 
 
-def _dim_of(spec: Any) -> int | None:
-    """Return the dimension of positions that a spec says; None if it says several, or none for some values."""
-    dims = {SEQUENCE if one is None and spec is None else getattr(one, "split_dim", None) for one in flattened(spec)}
-    return dims.pop() if len(dims) == 1 else None
-
-
-def _weights(targets: Sequence[Any], lengths: Sequence[int]) -> list[float]:
-    """Return the part of each slice in the mean loss of its microbatch: the part of the positions that count.
-
-    Args:
-        targets: of the slices. If the target is one tensor of whole numbers, those entries count that are not -100.
-        lengths: of the slices.
-    """
-    found = tensors_in(targets[0])
-    if len(found) == 1 and not (found[0].is_floating_point() or found[0].is_complex()):
-        counts = [int((tensors_in(target)[0] != IGNORED).sum()) for target in targets]
-    elif lengths:
-        counts = list(lengths)
-    else:
-        raise ConfigurationError(
-            "nothing on the last stage's rank shows how long slices are, so their losses cannot be weighted: give step() the "
-            "inputs there too, or a target that is cut"
-        )
-    total = sum(counts)
-    return [count / total if total else 0.0 for count in counts]
+def _join_for_loss(parts: Sequence[Any], spec: Any, *, lengths: Sequence[int]) -> Any:
+    """Join values that the loss of a sequence gets; a number of each slice may be a count, a mean or a setting."""
+    if type(parts[0]) in (int, float) and not hasattr(spec, "reduce_fn"):
+        raise TypeError(f"slices returned the numbers {list(parts)}")
+    return _join(parts, spec, lengths=lengths)

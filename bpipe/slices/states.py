@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 
-from bpipe.backward.new_gradients import owned
 from bpipe.comm.wire.message import flatten_message, unflatten_message
 from bpipe.device.generators import Source
-from bpipe.engine.microbatch_state import MicrobatchState, MicrobatchStates, SliceState
+from bpipe.engine.microbatch_state import MicrobatchState, MicrobatchStates
 from bpipe.errors import StageError
 from bpipe.memory.saved.joined import Casts, keeping_pieces
+from bpipe.memory.saved.storages import MessageBytes
 from bpipe.model.microbatch import tensors_in
-from bpipe.recomputation.reachable import Reachable
+from bpipe.model.state.reachable import Reachable
 from bpipe.slices.randomness import Randomness, roots_of
 from bpipe.slices.reentrant import check_checkpoints
+from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 def split_result(result: object, where: str) -> tuple[Any, str, list[torch.Tensor]]:
@@ -44,6 +49,72 @@ def past_of(states: Sequence[SliceState], tensors: Sequence[torch.Tensor], find_
     return tuple(values)
 
 
+@dataclass
+class SliceState:
+    """What a slice has left on a stage for the later slices of its sequence.
+
+    Args:
+        tree: the state without its tensors.
+        tensors: its tensors, without their graph.
+        is_needed: for each tensor, whether it needs a gradient.
+        versions: of the tensors, which no later slice may change; 0 for inference tensors, which have none.
+        copies: of inference tensors, to compare them with.
+        gradients: the sums of what later slices have given so far, one for each tensor that needs a gradient; None if nothing.
+    """
+
+    tree: str
+    tensors: list[torch.Tensor]
+    is_needed: list[bool]
+    versions: list[int]
+    copies: list[torch.Tensor]
+    gradients: list[torch.Tensor | None]
+
+    @classmethod
+    def of(cls, tree: str, tensors: Sequence[torch.Tensor], *, keeps_copies: bool) -> SliceState:
+        """Keep the state of a slice, as `flatten_message` has split it.
+
+        Args:
+            keeps_copies: whether to copy inference tensors: of one sequence in a step, as what is done in place is done to all.
+        """
+        is_needed = [tensor.requires_grad for tensor in tensors]
+        kept = [tensor.detach() for tensor in tensors]
+        copies = [tensor.clone() for tensor in kept if tensor.is_inference()] if keeps_copies else []
+        return cls(tree, kept, is_needed, _versions(kept), copies, [None] * sum(is_needed))
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether a tensor was changed in place."""
+        inference = [tensor for tensor in self.tensors if tensor.is_inference()]
+        return _versions(self.tensors) != self.versions or not all(map(_is_same, inference, self.copies))
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add what a later slice gives to those tensors that need a gradient, in single precision at least.
+
+        In half precision, a sum of many slices' gradients would lose more than the whole sequence's, whose kernels add in single
+        precision. Later slices come in the same order in each step, so that the sums are the same to the bit.
+        """
+        for place, gradient in enumerate(gradients):
+            if gradient is not None:
+                wide = gradient.float() if gradient.dtype in HALF else gradient
+                known = self.gradients[place]
+                is_part = gradient.nbytes < MessageBytes.of([gradient]).num_bytes  # as of one of joined keys, which would keep all
+                self.gradients[place] = (wide.clone() if is_part else wide) if known is None else known + wide
+
+    def summed(self) -> list[torch.Tensor | None]:
+        """Return the gradients as the backward takes them."""
+        needed = [tensor for tensor, is_needed in zip(self.tensors, self.is_needed) if is_needed]
+        return [one if one is None else one.to(tensor.dtype) for one, tensor in zip(self.gradients, needed, strict=True)]
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether tensors are equal; NaN is equal to itself."""
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 class Sequences:
     """The slices of the sequences of one rank: each forward gets what the earlier slices have left, and leaves its own state.
 
@@ -60,17 +131,25 @@ class Sequences:
         self._generators: dict[tuple[int, ...], Sequence[Source]] = {}  # by the modules that run
 
     def before(self, state: MicrobatchState) -> list[SliceState]:
-        """Return what the earlier slices of the sequence have left, the first one first; raise a StageError if one was changed."""
-        found = [earlier.left for earlier in self._microbatches.before(state, self._slices)]
+        """Return what the earlier slices of the sequence have left, the first one first."""
+        found = [earlier.left for earlier in self._states_before(state)]
         assert None not in found, "slices of a sequence run forward in order, and backward in the opposite order"
-        states = [left for left in found if left is not None]
-        if any(left.is_changed for left in states):
+        return found
+
+    def _states_before(self, state: MicrobatchState) -> list[MicrobatchState]:
+        first = state.microbatch - state.microbatch % self._slices
+        return [self._microbatches[state.stage, slice_] for slice_ in range(first, state.microbatch)]
+
+    def checked_before(self, state: MicrobatchState) -> list[SliceState]:
+        """Return what the earlier slices have left; raise a StageError if that was changed in place."""
+        found = self.before(state)
+        if any(left.is_changed for left in found):
             what = "gradients would be wrong" if self._has_backward else "it is not what that slice has left"
             raise StageError(
                 f"{state.name}: the state of an earlier slice was changed in place, so {what}. Return a new tensor as the state, "
                 "or clone what is in `past` first"
             )
-        return states
+        return found
 
     @contextmanager
     def forward(self, name: str, modules: Sequence[torch.nn.Module], *, sets_hooks: bool) -> Iterator[Casts]:
@@ -128,25 +207,24 @@ class Sequences:
             state.left = left
             return output, tensors
         if not self._has_backward:
-            self._microbatches.release(self._microbatches.before(state, self._slices))
+            for earlier in self._states_before(state):
+                earlier.left = None
+                self._microbatches.drop(earlier)
         return output, []
 
-    def hand_back(self, gradients: list[torch.Tensor | None], state: MicrobatchState) -> tuple[int, int]:
-        """Give the earlier slices their part of the gradients of a backward's inputs, and leave the others in the list.
+    def hand_back(self, gradients: Sequence[torch.Tensor | None], state: MicrobatchState) -> tuple[int, int]:
+        """Give the earlier slices the gradients of what a forward has got of them, in its order.
 
         Returns:
             The bytes of the gradients that are the first ones for their tensors, and of those that came for this slice's state.
         """
-        earlier, collected, given_bytes = self.before(state), 0, 0
-        if state.left is not None:
-            collected, state.left = _bytes_of(state.left.gradients), None
-        begin = len(gradients) - sum(len(left.gradients) for left in earlier)
-        given, gradients[begin:] = owned(gradients[begin:]), []
+        earlier = self.checked_before(state)
+        given, given_bytes, own, state.left = iter(gradients), 0, state.left, None
         for left in earlier:
-            end, before = len(left.gradients), _bytes_of(left.gradients)
-            left.add(given[:end])
-            given, given_bytes = given[end:], given_bytes + _bytes_of(left.gradients) - before
-        return given_bytes, collected
+            before = _bytes_of(left.gradients)
+            left.add(list(islice(given, len(left.gradients))))
+            given_bytes += _bytes_of(left.gradients) - before
+        return given_bytes, 0 if own is None else _bytes_of(own.gradients)
 
 
 def _bytes_of(gradients: Sequence[torch.Tensor | None]) -> int:

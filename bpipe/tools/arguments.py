@@ -21,8 +21,8 @@ from bpipe.schedules.registry import rule_named
 from bpipe.schedules.rule import Placement
 from bpipe.schedules.torch_csv import from_csv
 from bpipe.simulator.costs import OF_STAGE
+from bpipe.simulator.measured import typical
 from bpipe.tools.balancing import LOWEST, Budget, balanced
-from bpipe.tools.measured import typical
 from bpipe.tools.quantities import bytes_of, bytes_per_second_of, one_or_each, seconds_of
 from bpipe.tools.terminal import note, sign_of_life
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from bpipe.errors import ConfigurationError
 from bpipe.flow.flow import Kind, value_name
+from bpipe.flow.shape_arguments import skips_of
 from bpipe.passes.balance.balance import balance
 from bpipe.passes.balance.outcome import outcome
 from bpipe.plan.destinations import Host
-from bpipe.plan.sizes import GRADIENTS, IN, OUT
+from bpipe.plan.sizes import IN, OUT, gradients
 from bpipe.schedules import Action, Amount, Costs, Destinations, Op, Plan, Sizes, StageSizes, finish
-from bpipe.skips.routes import skips_of
 
 __all__: list[str] = []
 
@@ -53,12 +53,19 @@ def _sizes_of_slice(plan: Plan, costs: Costs, num_parts: int, slice_: int) -> tu
             amounts=(
                 Amount(IN, costs.carried(Action(received, stage, slice_)) if not plan.is_first(stage) else 0),
                 Amount(OUT, costs.carried(Action(Op.SEND_F, stage, slice_)) if not plan.is_last(stage) else 0),
-                Amount(GRADIENTS, costs.carried(Action(Op.REDUCE_GRAD, stage, 0))),
+                *_exchanges(plan, costs, stage),
                 *_skips(plan, costs, stage, slice_),
             ),
         )
         for stage, part in enumerate(movable.stages)
     )
+
+
+def _exchanges(plan: Plan, costs: Costs, stage: int) -> Iterator[Amount]:
+    """Yield the sizes of what a stage exchanges of its gradients."""
+    for at, part in plan.flow.exchanges:
+        if at == stage:
+            yield Amount(gradients(part), costs.carried(Action(Op.REDUCE_GRAD, stage, 0)))
 
 
 def _skips(plan: Plan, costs: Costs, stage: int, slice_: int) -> Iterator[Amount]:

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 from bpipe._version import __version__
 from bpipe.plan.action import COMPUTE, HOST, MESSAGES, POSTS, RECEIVER_OF, SENDS, SERVED, SHARDING, START_OF, Action, Op
 from bpipe.plan.whereabouts import whereabouts
+from bpipe.simulator.measured import Measured, computed
 from bpipe.simulator.timeline import Timeline
-from bpipe.tools.measured import Measured, computed
 from bpipe.tools.trace_record import Origin, packed
 from bpipe.whole_file import write_whole
 

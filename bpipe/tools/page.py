@@ -72,7 +72,7 @@ def _panel(panel: Panel, scene: Scene) -> Data:
     rows = [
         {
             "rank": row.rank,
-            "slices": row.slices,
+            "slices": row.units,
             "stages": row.stages,
             "places": row.places,
             "peaks": scene.peaks(row),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from bpipe.plan.action import COMPUTE, unit_text
+from bpipe.plan.action import COMPUTE
 from bpipe.schedules import Span
 from bpipe.tools.scene import Panel, Row, Scene, Strip, time_unit
 
@@ -73,8 +73,8 @@ class Paper:
     def font(self) -> float:
         """The size of labels: as large as rows allow, smaller where that lets the short boxes have theirs."""
         tallest = min(FONTS[1], COMPUTATION * self.shrink * POINTS * 0.66)
-        slices = max(row.slices for panel in self.scene.panels for row in panel.rows)
-        digits = len(unit_text(self.scene.num_microbatches * slices - 1, slices))
+        units = max(row.units for panel in self.scene.panels for row in panel.rows)
+        digits = len(units.text(self.scene.num_microbatches * units - 1))
         fitting = 0.99 * self.inches(self.short_s) * POINTS / DIGIT / (digits + MARGIN)
         return min(tallest, fitting) if fitting >= FONTS[0] else tallest
 
@@ -107,7 +107,7 @@ class Paper:
         """Return a computation's microbatch and slice, with its stage where a rank has several, as far as that fits."""
         room = self.inches(self.seen(span)[1] - self.seen(span)[0]) * POINTS / (self.font * DIGIT) - MARGIN
         is_named = len(row.stages) > 1 and span.action.op in COMPUTE  # what moves is short, and its colour says what it is
-        texts = [span.action.text(row.slices)] * is_named + [unit_text(span.action.microbatch, row.slices)]
+        texts = [span.action.text(row.units)] * is_named + [row.units.text(span.action.microbatch)]
         return next((text for text in texts if len(text) <= room), "")
 
     def seen(self, span: Span) -> tuple[float, float]:

@@ -225,5 +225,5 @@ def _handle(entry: Entry, scene: Scene) -> Patch | Line2D:
     if entry.role is Op.F:
         rows = [row for panel in scene.panels for row in panel.rows]
         name += ", lighter on a rank's later stages" * any(len(row.stages) > 1 for row in rows)
-        name += ", 1/2: of slice 2 of microbatch 1" * any(row.slices > 1 for row in rows)
+        name += ", 1/2: of slice 2 of microbatch 1" * any(row.units.are_slices for row in rows)
     return Patch(facecolor=colour, edgecolor=OUTLINE if hatch else "none", linewidth=0.5, hatch=hatch, label=name)

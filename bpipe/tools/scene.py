@@ -15,6 +15,7 @@ from math import isfinite, lcm
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
+from bpipe.flow.units import Units
 from bpipe.plan.action import COMPUTE, HOST
 from bpipe.plan.amounts import show_bytes
 from bpipe.plan.grid import plan_title
@@ -54,7 +55,7 @@ class Row:
 
     rank: int  # its number
     stages: tuple[int, ...]  # the stages it holds
-    slices: int  # of each microbatch; if there are several, boxes are of slices
+    units: Units  # those of the plan, which boxes are of
     strips: tuple[Strip, ...]  # its boxes, the lowest layer first
     is_measured: bool  # then sends last from posting to completion, otherwise as long as they occupy the link
     memory: tuple[Holding, ...]  # what it holds, and from when on, in order
@@ -234,7 +235,7 @@ def _row(timeline: Timeline, rank: int, window: Window, slot: int | None, allowa
     return Row(
         rank=rank,
         stages=tuple(plan.stages_of(rank)),
-        slices=plan.slices,
+        units=plan.units,
         strips=tuple(strip for strip in _strips(*(list(_within(some, window, allowance)) for some in spans)) if strip.spans),
         is_measured=timeline.source == "measured",
         memory=_steps(timeline, rank, window),
@@ -335,7 +336,7 @@ def _facts(timeline: Timeline, slots_each: int | None) -> str:
     bubble = 1 - min(map(timeline.work_s, ranks)) / makespan if makespan else 0.0
     several = f", {plan.num_stages // plan.num_ranks} stages each" if plan.num_ranks != plan.num_stages else ""
     step = "" if timeline.step is None else f" in step {timeline.step}"
-    slices = f" of k = {plan.slices} slices" if plan.slices > 1 else ""
+    slices = f" of k = {plan.slices} slices" if plan.units.are_slices else ""
     filled = sum(span.seconds for rank in ranks for span in timeline.fills(rank)) / (makespan * len(ranks) or 1.0)
     fill = f" (fill job {filled:.1%})" if filled else ""
     fullest, device = timeline.fullest_rank, "device " * (slots_each is None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bpipe.estimate.long_contexts import uneven_halves
-from bpipe.parallel.directions import directions_of
+from bpipe.flow.shape_arguments import directions_of
 from bpipe.plan.amounts import show_bytes, show_each
 from bpipe.plan.grid import head
 from bpipe.schedules import Op, Plan, Timeline

@@ -18,8 +18,8 @@ from bpipe.comm.wire.codec import encode, read_record
 from bpipe.errors import BPipeError, ConfigurationError, printable
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import StageSizes
+from bpipe.simulator.measured import Measured, computed, merged
 from bpipe.simulator.timeline import Lane, Timeline
-from bpipe.tools.measured import Measured, computed, merged
 from bpipe.verifier.proof import verify
 
 __all__ = ["load_trace"]

@@ -23,9 +23,9 @@ from bpipe.errors import AgreementError, ConfigurationError
 from bpipe.not_copied import NotCopied
 from bpipe.plan.action import WAIT_OF
 from bpipe.session.session import Session
+from bpipe.simulator.measured import Measured, merged
 from bpipe.simulator.timeline import Lane
 from bpipe.tools.chrome import lines
-from bpipe.tools.measured import Measured, merged
 from bpipe.tools.trace_record import Origin, joined, packed, parse
 from bpipe.whole_file import write_whole
 

@@ -20,6 +20,7 @@ OF_ALL = frozenset(vars(nn.Module()))  # the attributes that every module has
 REPEATING = frozenset({"_flat_weights", "modules_buffers", "named_module_buffers", "_module_parameters"})
 FORWARD = 2  # so many of them are hooks of the forward
 COMPILED = "_orig_mod"  # as which torch.compile's modules have the module inside
+WRAPPERS = (COMPILED, "_checkpoint_wrapped_module")  # likewise, with those of checkpoint_wrapper
 SEES_HOOKS = all(has(nn.Module(), name) for name in _HOOKS)
 # All hooks of a module, by their ids: before and after its forward, before and after its backward.
 hooks_of: Callable[[nn.Module], Hooks] = (

@@ -17,15 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 from bpipe.comm.wire.dtensor import mesh_of
 from bpipe.errors import ConfigurationError
 from bpipe.memory.optimizers import Optimizers, several
-from bpipe.recomputation.checksums import own_checksum
+from bpipe.model.state.checksums import own_checksum
+from bpipe.model.ties import tied_in
+from bpipe.torch_private.modules import WRAPPERS
 from bpipe.training.gathered import Gathered
 from bpipe.training.optimizer_state import OptimizerState
 from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.tied import TiedWeights
 
 __all__ = ["training_state"]
-
-WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and checkpoint_wrapper: not in the names
 
 
 def training_state(
@@ -55,8 +55,8 @@ def training_state(
         modules: this rank's stage, or all its stages.
         optimizer: over their parameters, in any groups; None to leave it out. Several, in a list or a dict, each with parameters
             of its own, are saved as one: which of them has a parameter may be another one when it is loaded, if it keeps the same.
-        tied: the weights that stages share: the optimizer's states of all copies are saved under the first one's name, as a
-            single process has them.
+        tied: weights that stages share and bpipe does not know: the optimizer's states of all copies are saved under the first
+            one's name, as a single process has them, and as those that it knows are.
         group: the process group of the pipeline's ranks, a DeviceMesh of one dimension, or None for the default group.
 
     Returns:
@@ -96,10 +96,12 @@ class _ModelState:
             set_model_state_dict(module, {name: state[name] for name in get_model_state_dict(module)})
 
 
-def _names(modules: Iterable[nn.Module], tied: TiedWeights | None) -> dict[torch.Tensor, str]:
+def _names(modules: Sequence[nn.Module], tied: TiedWeights | None) -> dict[torch.Tensor, str]:
     """Return the names of all parameters in the original model; the first one for tied parameters."""
     gathered = Gathered()
     names: dict[torch.Tensor, str] = {weight: name for name, weight in tied.weights.items()} if tied is not None else {}
+    for shared in chain.from_iterable(tied_in(module, 0) for module in modules):
+        names.setdefault(gathered.sharded(shared.parameter), shared.first_name)
     for name, parameter in chain.from_iterable(map(_named, modules)):
         names.setdefault(gathered.sharded(parameter), name)
     return names
@@ -113,7 +115,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             if name.startswith(f"{prefix}module."):
                 name = prefix + name.removeprefix(f"{prefix}module.")
         for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
+            name = name.replace(f"{wrapper}.", "")
         yield name, parameter
 
 

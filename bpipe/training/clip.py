@@ -13,12 +13,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from bpipe.comm.wire.dtensor import local, mesh_of
 from bpipe.errors import AgreementError, ConfigurationError, StageError
-from bpipe.parallel.twins import COPY
+from bpipe.parallel.replicas import COPY
 from bpipe.torch_private.operators import norms_of
 from bpipe.training.gathered import Gathered, has_unreduced
 from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.replica_norms import DTYPES, INSTEAD, Norm, difference, of_all, ranks_along, rows_of
-from bpipe.training.sums import problem_with_sums
+from bpipe.training.summed_copies import problem_with_sums
 
 __all__ = ["clip_grad_norm_"]
 

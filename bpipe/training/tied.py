@@ -12,10 +12,10 @@ from torch import nn
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.comm.wire.dtensor import local
 from bpipe.errors import AgreementError, ConfigurationError, StageError
-from bpipe.recomputation.checksums import own_checksum
+from bpipe.model.state.checksums import own_checksum
 from bpipe.training.gathered import Gathered, free
 from bpipe.training.pipeline_ranks import Ranks
-from bpipe.training.sums import SummedWeight
+from bpipe.training.summed_copies import SummedWeight
 
 __all__ = ["TiedWeights"]
 

@@ -37,12 +37,12 @@ def ordered(own: RankIndex) -> Iterator[Finding]:
     The order matters because the sum of gradients, dropout and BatchNorm depend on it. Slices of a microbatch run forward in the
     order of the sequence, and backward against it, because each reads what the one before left (`Flow.previous`).
     """
-    slices, period = own.flow.slices, own.flow.period
+    period, turn_of = own.flow.period, own.flow.turn_of
     for earlier, later, turns in _pairs(own):
         first, second = own.at.get(earlier), own.at.get(later)
         if first and second:
             for unit, index in second.items():
-                if first.get(unit, -1) > index and (len(turns) == period or unit // slices % period in turns):
+                if first.get(unit, -1) > index and (len(turns) == period or turn_of(unit) in turns):
                     yield _before(own, index, earlier, unit)
     for stage in own.stages:
         for op, kin in KIN.items():
@@ -130,7 +130,7 @@ def overlapped(own: RankIndex) -> Iterator[Finding]:
         beside = own.lane[index + 1] if index is not None and index + 1 < own.num_computing else forward
         if index is None or beside.op is not Op.B:
             yield own.place(index), f"{own.show(forward)} runs side by side with the whole backward that follows it, and none does"
-        elif beside.microbatch // plan.slices == unit // plan.slices:
+        elif beside.microbatch // plan.units == unit // plan.units:
             yield own.place(index), f"{own.show(forward)} and {own.show(beside)} cannot run side by side: one needs the other"
         elif own.find(Op.R, (stage, unit, 0)) is not None:
             yield own.place(index), f"{own.show(forward)} runs side by side with a backward and is recomputed"
@@ -144,21 +144,24 @@ def recomputed(own: RankIndex) -> Iterator[Finding]:
             yield own.place(index), f"{own.show(action)} recomputes a stage that shares memory with another one of rank {own.rank}"
 
 
-def twins(own: RankIndex) -> Iterator[Finding]:
-    """Check that each stage with a twin exchanges its gradients with it once, after its last backward, and adds them up."""
+def sums(own: RankIndex) -> Iterator[Finding]:
+    """Check that each exchange of gradients happens once, after the last backward of all that it is of, and is added up."""
     expected = (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD)
-    seen: dict[int, list[Op]] = {stage: [] for stage in own.stages if stage in own.flow.twins}
+    seen: dict[tuple[int, int], list[Op]] = {key: [] for key in own.flow.exchanges if key[0] in own.stages}
     for index, action in enumerate(own.lane[: own.num_computing] if seen else ()):
-        done = seen.get(action.stage, [])
         if action.op in SHARDING and action.peer is not None:
+            done = seen.setdefault((action.stage, action.part), [])
             if action.op not in expected[len(done) : len(done) + 1]:
                 yield own.place(index), f"{own.show(action)} does not follow {' '.join(done) or 'the backwards of its stage'}"
             done.append(action.op)
-        elif action.op in COMPUTE and action.op is not Op.F and done:
-            yield own.place(index), f"{own.show(action)} comes after {action.stage}REDUCE_GRAD"
-    for stage, done in seen.items():
+        elif (action.op in COMPUTE and action.op is not Op.F) or action.op is Op.REDUCE_GRAD:
+            for (stage, part), done in seen.items():
+                if done and action.stage in own.flow.exchanges[stage, part].after:
+                    yield own.place(index), f"{own.show(action)} comes after {Action(Op.REDUCE_GRAD, stage, 0, part)}"
+    for (stage, part), done in seen.items():
         for op in expected[len(done) :]:
-            yield None, f"{stage}{op} is missing on rank {own.rank}: the gradients of its twin would not be added"
+            other = "those of its twin" if not part else f"those of stage {part - 1}"
+            yield None, f"{Action(op, stage, 0, part)} is missing on rank {own.rank}: {other} would not be added to its gradients"
 
 
 def sharded(own: RankIndex) -> Iterator[Finding]:
@@ -169,7 +172,7 @@ def sharded(own: RankIndex) -> Iterator[Finding]:
     reduced: set[int] = set()
     for index, action in enumerate(own.lane if stages else ()):
         op, stage = action.op, action.stage
-        if stage not in stages or op not in COMPUTE | SHARDING:
+        if stage not in stages or op not in COMPUTE | SHARDING or action.peer is not None:
             continue
         is_gathered = stage in gathered
         if op in COMPUTE and not is_gathered:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator
 from functools import cache, partial
 from typing import Any
 
-from bpipe.plan.action import HOST, POSTS, RECEIVES, SENDS, SERVED, Action, Channel, Op, Purpose, unit_text
+from bpipe.plan.action import HOST, POSTS, RECEIVES, SENDS, SERVED, Action, Channel, Op, Purpose
 from bpipe.plan.order import run_greedily
 from bpipe.plan.plan import Plan
 from bpipe.plan.roles import Roles
@@ -57,7 +57,7 @@ class _Names(dict[Kind, int]):
         """Describe what a transfer moves."""
         number, unit = divmod(message, self._plan.num_units)
         moved: Any = next(moved for moved, other in self._numbers.items() if other == number)
-        name = f"microbatch {unit_text(unit, self._plan.slices)} of stage"
+        name = f"microbatch {self._plan.units.text(unit)} of stage"
         if purpose not in (Purpose.FORWARD, Purpose.BACKWARD):
             stage, part = moved
             return f"part {part} of {name} {stage}" if part else f"{name} {stage}"
@@ -108,11 +108,11 @@ def _positions(plan: Plan, rank: int, served: bool) -> dict[Action, int]:
 
 def _meeting(plan: Plan) -> Iterator[Finding]:
     """Check that two ranks exchange the gradients of their stages in the same order."""
-    exchanges: dict[tuple[int, int], list[int]] = defaultdict(list)
+    exchanges: dict[tuple[int, int], list[object]] = defaultdict(list)
     for rank, lane in enumerate(plan.actions if plan.flow.sums else ()):
-        for op, stage, _, _, peer in lane:
+        for op, stage, _, part, peer in lane:
             if op is Op.REDUCE_GRAD and peer is not None:
-                exchanges[rank, peer].append(plan.flow.parts[stage])
+                exchanges[rank, peer].append(sorted((stage, part - 1)) if part else plan.flow.parts[stage])
     for (rank, peer), stages in exchanges.items():
         theirs = exchanges.get((peer, rank), [])
         if (rank < peer or not theirs) and stages != theirs:

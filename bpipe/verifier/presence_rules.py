@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from operator import itemgetter
 
-from bpipe.plan.action import COMPUTE, HOST, MESSAGES, SERVED, SHARDING, Action, Op, PartKey, unit_text
+from bpipe.plan.action import COMPUTE, HOST, MESSAGES, SERVED, SHARDING, Action, Op, PartKey
 from bpipe.verifier.rank_index import Finding, Kind, RankIndex, mask, ops_in
 
 __all__: list[str] = []
@@ -66,10 +66,10 @@ def _expected(own: RankIndex, action: Action) -> tuple[int, int | None]:
         acceptor = own.acceptor(action.part_key)
         return (owner if peer is not None else NO_RANK), acceptor if _is_acceptor(own, acceptor) else None
     if op in EXCHANGE:
-        twin = own.flow.twins.get(stage)
-        if twin is not None:
-            return owner, own.plan.stage_ranks[twin]
-        return (owner if op is Op.REDUCE_GRAD else NO_RANK), None
+        exchange = own.flow.exchanges.get((stage, part))
+        if exchange is not None:
+            return owner, own.plan.stage_ranks[exchange.other]
+        return (owner if op is Op.REDUCE_GRAD and not part else NO_RANK), None
     if op in MESSAGES:
         return owner, own.messages.get((stage, own.flow.turn_of(unit)), {}).get((op, part))
     return owner, None
@@ -94,11 +94,10 @@ def whole(own: RankIndex) -> Iterator[Finding]:
 
 def complete(own: RankIndex) -> Iterator[Finding]:
     """Check that every microbatch runs where the flow says, with all its messages, and that evictions return."""
-    slices, period = own.flow.slices, own.flow.period
     for stage in own.stages:
         accepted = {turn: _complete_sets(own, stage, turn) for turn in own.flow.turns_of(stage)}
         for unit, found in enumerate(own.present[stage, 0]):
-            if found not in (sets := accepted.get(unit // slices % period, [0])):
+            if found not in (sets := accepted.get(own.flow.turn_of(unit), [0])):
                 yield from _lacking(own, (stage, unit, 0), sets)
     for (stage, part), bits in own.present.items():
         for unit, found in enumerate(bits) if part or stage not in own.stages else ():
@@ -125,7 +124,7 @@ def _moves_once(own: RankIndex, which: PartKey, found: int) -> Iterator[Finding]
     if found and own.there((*which[:2], 0)) & mask(EVICTION):
         yield (
             own.place(own.find(Op.EVICT, which)),
-            f"part {which[2]} of microbatch {unit_text(which[1], own.plan.slices)} moves by itself and with the whole",
+            f"part {which[2]} of microbatch {own.plan.units.text(which[1])} moves by itself and with the whole",
         )
 
 

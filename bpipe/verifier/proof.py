@@ -11,9 +11,9 @@ from bpipe.plan.grid import excerpt
 from bpipe.plan.meter import SLOTS, Meter, occupancy
 from bpipe.plan.plan import Plan
 from bpipe.plan.text import wrong_with_name
-from bpipe.verifier.order_rules import ordered, overlapped, recomputed, sharded, twins
+from bpipe.verifier.order_rules import ordered, overlapped, recomputed, sharded, sums
 from bpipe.verifier.plan_rules import RULES_OF_ALL
-from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete, whole
+from bpipe.verifier.presence_rules import EXCHANGE, IN_PARTS, belongs, complete, whole
 from bpipe.verifier.rank_index import Finding, Place, RankIndex, Rule
 
 __all__ = ["Violation", "verify"]
@@ -51,7 +51,7 @@ RULES_OF_A_RANK: dict[str, Rule] = {
     "whole": whole,
     "overlapped": overlapped,
     "sharded": sharded,
-    "twins": twins,
+    "sums": sums,
     "recomputed": recomputed,
     "affordable": affordable,
 }
@@ -137,7 +137,7 @@ def _shape(plan: Plan) -> Iterator[str]:
         yield f"{plan.num_ranks} compute lanes, {len(plan.served)} served, {len(plan.slots)} budgets"
     if plan.sizes is not None and (len(plan.sizes.stages), len(plan.sizes.static)) != (p, plan.num_ranks):
         yield f"sizes of {len(plan.sizes.stages)} stages and {len(plan.sizes.static)} ranks, for {p} and {plan.num_ranks}"
-    elif plan.sizes is not None and (wrong := plan.sizes.wrong_with_slices(plan.slices)):
+    elif plan.sizes is not None and (wrong := plan.sizes.wrong_with(plan.units)):
         yield wrong
     for stage, unit in sorted(plan.overlapped):
         if not (0 <= stage < p and 0 <= unit < plan.num_units):
@@ -150,7 +150,7 @@ def _shape(plan: Plan) -> Iterator[str]:
 
 
 def _microbatches(plan: Plan) -> str:
-    return f"{plan.num_microbatches} microbatches" + f" of {plan.slices} slices" * (plan.slices > 1)
+    return f"{plan.num_microbatches} microbatches" + plan.units.parts
 
 
 def _names_others(own: RankIndex) -> bool:
@@ -164,9 +164,12 @@ def _names_others(own: RankIndex) -> bool:
     )
 
 
+NAMING_STAGES = MESSAGES | EXCHANGE  # operations whose part is a stage
+
+
 def _most_parts(plan: Plan, op: Op, stage: int) -> int:
     """Return the highest part that an action may name."""
-    return plan.num_stages if op in MESSAGES else plan.num_parts(stage) if op in IN_PARTS else 0
+    return plan.num_stages if op in NAMING_STAGES else plan.num_parts(stage) if op in IN_PARTS else 0
 
 
 def _outside(plan: Plan) -> Iterator[tuple[Place, str]]:
@@ -179,7 +182,7 @@ def _outside(plan: Plan) -> Iterator[tuple[Place, str]]:
                     yield (rank, served, position), f"{plan.show(lane[position])} is outside {p} stages and {_microbatches(plan)}"
                 elif not 0 <= part <= _most_parts(plan, op, stage):
                     what = f"a part that does not exist: a microbatch of this stage has {plan.num_parts(stage)}"
-                    what = f"a stage that does not exist: there are {p}" if op in MESSAGES else what
+                    what = f"a stage that does not exist: there are {p}" if op in NAMING_STAGES else what
                     yield (rank, served, position), f"{plan.show(lane[position])} names {what}"
                 elif microbatch and op in SHARDING:
                     yield (

@@ -75,7 +75,7 @@ class RankIndex:
 
     def transfers(self, op: Op, stage: int, turn: int) -> Iterator[Action]:
         """Yield the messages before and behind a computation, for the first unit of a turn."""
-        action = Action(op, stage, turn * self.flow.slices)
+        action = Action(op, stage, self.flow.units.of(turn)[0])
         yield from received_by(self.plan, action)
         yield from sent_by(self.plan, action)
 

@@ -25,6 +25,8 @@ from bpipe.comm.wire.frames import HEAD, ONLY_HELLO, Frame, FrameReader, Kind
 from bpipe.comm.wire.header import Subject, pack_eviction, pack_spec, unpack_eviction, unpack_spec
 from bpipe.comm.wire.message import MessageSpec, TensorMeta
 from bpipe.errors import CommError
+from bpipe.model.cut import Cut
+from bpipe.slices.slicing import SliceLengths
 from tests.comm.meetings import together
 from tests.comm.test_driver import planes
 
@@ -35,7 +37,7 @@ RECORDS = [
     Hello(1, 2, b"n" * 16, b"t" * 16, b"p" * 16, b"o" * 16, b"r" * 32),
     Failure(Cause.RAISED, 1, 2, "stage 1", "ValueError: boom", "a traceback"),
     Status(State.RUNNING, 1, 2, 3, 4.5, ((1, 2), (3, 4))),
-    StepRecord("0.1", "1F1B", "f" * 32, True, 1, 4, 4, 8, 1, b"s" * 16, (1, 2)),
+    StepRecord("0.1", "1F1B", "f" * 32, True, 1, 4, 4, 8, 1, b"s" * 16, (1, 2), rooms=(Cut(b"c" * 16), SliceLengths((1, 2)))),
     Reading(b"t" * 16, "f" * 32, 1, 2, 3),
 ]
 FRAMES = [Frame(kind, 5, b"\1" + b"body" * 5) for kind in Kind]

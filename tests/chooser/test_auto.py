@@ -581,5 +581,5 @@ def covered(rank: int) -> tuple[Sizes, Sizes]:
 def test_slices_of_replicas_are_covered_where_those_of_one_are_all_alike() -> None:
     """Which that replica gives once."""
     for found in run_ranks(covered, 2):
-        assert [[stage.saved for (stage,) in one.by_slice] for one in found] == [[10, 10, 30]] * 2
+        assert [[stage.saved for (stage,) in one.by_unit] for one in found] == [[10, 10, 30]] * 2
         assert all(one.static == (5,) for one in found)

@@ -10,10 +10,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm.health.agreement import COMPARED, MOST_STAGES, StepRecord, check
+from bpipe.api.measured_plans import MeasuredRecord
+from bpipe.comm.health.agreement import COMPARED, MOST_STAGES, RoomRecord, StepRecord, check
+from bpipe.comm.health.rooms import ROOMS
 from bpipe.errors import AgreementError, BPipeError, CommError
+from bpipe.model.cut import Cut
+from bpipe.parallel.shared_weights import SharedRecord, SharedWeight
+from bpipe.session.batches import BatchRecord, BatchSample
+from bpipe.session.fullest import PeakRecord
+from bpipe.slices.slicing import SliceLengths
+from bpipe.twins.exchange import TwinRecord
 from tests.tiers import examples
 
+
+def some(limit: int) -> st.SearchStrategy[tuple[int, ...]]:
+    return st.lists(st.integers(0, limit), max_size=9).map(tuple)
+
+
+DIGESTS, BYTES = st.binary(min_size=16, max_size=16), st.integers(0, 2**64 - 1)
+KEYS = st.lists(st.text("0123456789abcdef", min_size=1, max_size=2), min_size=1, max_size=2).map(tuple)
+NAMES = st.text("abc.", max_size=8)
+SHARED = st.builds(SharedWeight, st.integers(0, 3), KEYS, NAMES, NAMES, st.booleans(), st.booleans(), st.integers(0, 2**61 - 1))
+OF_ROOMS = {
+    Cut: st.builds(Cut, DIGESTS),
+    BatchRecord: st.builds(BatchRecord, st.integers(1, 2**62), st.builds(BatchSample, DIGESTS, DIGESTS, DIGESTS, DIGESTS)),
+    SliceLengths: st.builds(SliceLengths, some(2**32 - 1).filter(bool)),
+    TwinRecord: st.builds(TwinRecord, some(2**61 - 1), some(2**32 - 1), some(2**32 - 1), st.just(True)),
+    SharedRecord: st.builds(SharedRecord, st.lists(SHARED, min_size=1, max_size=3).map(tuple)),
+    PeakRecord: st.builds(PeakRecord, st.integers(1, 2**64 - 1), BYTES, BYTES, st.none() | BYTES),
+    MeasuredRecord: st.builds(MeasuredRecord, st.integers(0, 2**32 - 1), DIGESTS, BYTES, DIGESTS),
+}
 RECORDS = st.builds(
     StepRecord,
     version=st.text("0123456789.abcdev+", max_size=16),
@@ -28,19 +54,8 @@ RECORDS = st.builds(
     signature=st.binary(min_size=16, max_size=16),
     stages=st.lists(st.integers(0, 2**32 - 1), max_size=MOST_STAGES).map(tuple),
     idle=st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple),
-    slices=st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple),
-    weights=st.lists(st.integers(0, 2**61 - 1), max_size=9).map(tuple),
-    kinds=st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple),
-    settings=st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple),
-    revision=st.integers(0, 2**32 - 1),
-    batch_size=st.integers(0, 2**62),
-    cut=st.binary(min_size=16, max_size=16),
-    form=st.binary(min_size=16, max_size=16),
-    states=st.integers(0, 2**64 - 1),
-    peak=st.integers(0, 2**64 - 1),
-    plain_peak=st.integers(0, 2**64 - 1),
     largest_remote_bytes=st.integers(0, 2**62),
-    inputs=st.binary(min_size=16, max_size=16),
+    rooms=st.sets(st.sampled_from([*OF_ROOMS])).flatmap(lambda kinds: st.tuples(*(OF_ROOMS[kind] for kind in kinds))),
 )
 BASE = StepRecord("1.0", "1f1b", "ab" * 16, True, 3, 3, 3, 8, 1, bytes(16), (0,))
 
@@ -55,6 +70,33 @@ def ranks(**changes: Any) -> list[StepRecord]:
 def test_round_trip(record: StepRecord) -> None:
     assert StepRecord.unpack(record.pack()) == record
     assert StepRecord.unpack(record.pack(7), 7) == record
+
+
+def test_a_shared_weight_of_another_ranks_stage() -> None:
+    weight = SharedWeight(0, ("a",), "head.weight", "[2] float32", True, False, 0)
+    with pytest.raises(AgreementError, match=r"rank 2 describes 'head.weight' of stage 0, and holds the stages \(2,\)"):
+        check(ranks(rooms=(SharedRecord((weight,)),)))
+
+
+def test_every_room_is_tried() -> None:
+    assert [kind.__name__ for kind in OF_ROOMS] == list(ROOMS)
+
+
+@pytest.mark.parametrize("kind", OF_ROOMS)
+def test_a_room_without_news_sends_nothing(kind: type[RoomRecord]) -> None:
+    silent = BASE._replace(rooms=(kind(),))
+    assert silent.pack() == BASE.pack()
+    assert kind.of([StepRecord.unpack(silent.pack())]) == [kind()]
+
+
+NO_ROOMS = [["os"], ["Cut"], ["Cut", "", 0], ["Cut", "0", 0, 1], ["Cut", "", 0, ""], [["Cut"], "", 0, 1], [], {}, 3, "Cut"]
+
+
+@pytest.mark.parametrize("room", NO_ROOMS)
+def test_a_room_that_does_not_exist(room: object) -> None:
+    data = BASE.pack().removesuffix(b"[]]") + json.dumps([room]).encode() + b"]"
+    with pytest.raises(CommError, match="are not a valid agreement record of this version"):
+        StepRecord.unpack(data)
 
 
 def test_two_steps_in_a_row_have_the_same_record() -> None:
@@ -152,11 +194,31 @@ def test_the_difference_that_explains_the_others_comes_first() -> None:
 
 def test_models_that_were_cut_differently() -> None:
     """A rank whose module nobody has cut, or wrapped, has nothing to compare."""
-    check(ranks(cut=b"x" * 16))
-    one, other = b"x" * 16, b"y" * 16
-    check([BASE._replace(cut=one), BASE._replace(stages=(1,)), BASE._replace(stages=(2,), cut=one)])
+    one, other = (Cut(b"x" * 16),), (Cut(b"y" * 16),)
+    check(ranks(rooms=one))
+    check([BASE._replace(rooms=one), BASE._replace(stages=(1,)), BASE._replace(stages=(2,), rooms=one)])
     with pytest.raises(AgreementError, match=r"^ranks 0 and 2 have cut the model into different stages: choose"):
-        check([BASE._replace(cut=one), BASE._replace(stages=(1,)), BASE._replace(stages=(2,), cut=other)])
+        check([BASE._replace(rooms=one), BASE._replace(stages=(1,)), BASE._replace(stages=(2,), rooms=other)])
+
+
+def test_rooms_are_checked_in_their_order() -> None:
+    """Batches before slices, whatever the order in which they came; both before who holds a stage, which comes before twins."""
+    first, second = ((SliceLengths((n,) * 8), BatchRecord(n), TwinRecord(kinds=(n,))) for n in (1, 2))
+    records = [BASE._replace(num_stages=2, rooms=first), BASE._replace(num_stages=2, stages=(1,), rooms=second)]
+    with pytest.raises(AgreementError, match="ranks 0 and 1 have cut batches of 1 and 2 samples"):
+        check(records)
+    with pytest.raises(AgreementError, match="ranks 0 and 1 cut microbatch 0 of this step at different places"):
+        check([one._replace(rooms=one.rooms[::2]) for one in records])
+    with pytest.raises(AgreementError, match="stage 0 is on two ranks"):
+        check([one._replace(rooms=one.rooms[2:], stages=(0,)) for one in records])
+    with pytest.raises(AgreementError, match=r"stages 0 and 1 are twins, but their modules differ \(on ranks 0 and 1\)"):
+        check([one._replace(rooms=one.rooms[2:]) for one in records])
+    check([one._replace(rooms=(TwinRecord((3,), (4,)),)) for one in records])
+
+
+def test_ranks_with_different_numbers_of_slices() -> None:
+    with pytest.raises(AgreementError, match="ranks 0 and 2 cut the 8 microbatches of this step into 16 and 8 slices"):
+        check([BASE._replace(rooms=(SliceLengths((1,) * 16),)), *ranks(rooms=(SliceLengths((2,) * 8),))[1:]])
 
 
 def test_duplicate_stage() -> None:

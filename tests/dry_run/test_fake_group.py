@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -183,6 +183,27 @@ def test_skips_are_refused() -> None:
         schedule = bpipe.OneFOneB(stage, M, loss_fn=mse)
         with pytest.raises(ConfigurationError, match=r"with skips between stages.*bpipe\.Loopback"):
             schedule.step()
+        schedule.close()
+
+
+def test_tied_weights_are_refused() -> None:
+    """Whether this stage waits for another one's gradients is known when both have said what they share."""
+
+    class Head(nn.Linear):
+        _tied_weights_keys: ClassVar = {"weight": "embedding.weight"}
+
+    with fake_group(3):
+        stage = bpipe.PipelineStage(Head(WIDTH, WIDTH), 3, RANKS, "cpu", input_args=EXAMPLE)
+        schedule = bpipe.OneFOneB(stage, M, loss_fn=mse)
+        with pytest.raises(ConfigurationError, match=r"with weights that its stages may share with others: .*bpipe\.Loopback"):
+            schedule.step()
+        schedule.eval()  # where nothing is exchanged, nothing is refused
+        stage.submod.weight.requires_grad_(False)
+        schedule.step()
+        stage.submod.weight.requires_grad_()
+        tied = bpipe.TiedWeights({"embedding.weight": stage.submod.weight}, group=None)
+        schedule.step()
+        del tied
         schedule.close()
 
 

@@ -13,12 +13,11 @@ import bpipe
 from bpipe.comm.health.agreement import StepRecord
 from bpipe.model.call import call_of
 from bpipe.schedules import build
-from bpipe.session.batches import BatchSample, difference, is_compared
+from bpipe.session.batches import NOTHING, BatchRecord, BatchSample
+from bpipe.session.prepare import compares_batches
 from tests.ranks import run_ranks
-from tests.schedules.shape_of_plan import reshaped
 
 X, Y = torch.arange(12.0).reshape(4, 3), torch.arange(4)
-NOTHING = BatchSample()
 
 
 def sample(*args: object, **options: object) -> BatchSample:
@@ -71,7 +70,7 @@ def test_what_cannot_be_read_is_not_compared() -> None:
 
 
 def test_steps() -> None:
-    assert [step for step in range(40) if is_compared(step)] == [1, 2, 4, 8, 16, 32]
+    assert [step for step in range(40) if compares_batches(step)] == [1, 2, 4, 8, 16, 32]
 
 
 @pytest.mark.parametrize(
@@ -87,13 +86,25 @@ def test_steps() -> None:
 def test_only_the_first_and_the_last_stage_of_each_direction_count(name: str, per_rank: int, pairs: list[tuple[int, int]]) -> None:
     plan = build(name, num_stages=4 * per_rank, num_microbatches=8, num_ranks=4)
     given = [sample(X + rank, target=Y) for rank in range(4)]
-    same = StepRecord("", "", "00" * 16, True, 1, 4, 4, 8, 0, bytes(16), (), batch=sample(X, target=Y))
-    records = [same._replace(stages=tuple(plan.stages_of(rank))) for rank in range(4)]
+    same = BatchRecord(4, sample(X, target=Y))
+    first = StepRecord("", "", "00" * 16, True, 1, plan.num_stages, 4, 8, 0, bytes(16), (), rooms=(same,))
+    records = [first._replace(stages=tuple(plan.stages_of(rank))) for rank in range(4)]
     for rank in range(4):
-        changed = [one._replace(batch=given[1]) if i == rank else one for i, one in enumerate(records)]
-        assert bool(difference(changed, plan)) == any(rank in pair for pair in pairs)
-        assert not difference(changed, reshaped(plan, local=True)) or not pairs
-    assert not difference(records, plan)
+        changed = [one._replace(rooms=(BatchRecord(4, given[1]),)) if i == rank else one for i, one in enumerate(records)]
+        assert any(BatchRecord.doubts(changed, plan.depth)) == any(rank in pair for pair in pairs)
+    assert not any(BatchRecord.doubts(records, plan.depth))
+
+
+@pytest.mark.parametrize("kind", [bpipe.OneFOneB, bpipe.LocalLearning])
+def test_batches_of_stages_with_losses_of_their_own_are_not_compared(kind: type[bpipe.OneFOneB]) -> None:
+    loopback, is_local = bpipe.Loopback(2), kind is bpipe.LocalLearning
+    modules = [bpipe.LocalBlock(nn.Linear(3, 3), nn.Linear(3, 3)) if is_local else nn.Linear(3, 3), nn.Linear(3, 3)]
+    stages = [bpipe.PipelineStage(module, i, 2, "cpu", group=loopback.rank(i)) for i, module in enumerate(modules)]
+    schedules = [kind(stage, 2, loss_fn=nn.functional.mse_loss) for stage in stages]
+    for _ in range(2):
+        loopback.step(schedules, X, target=X)
+    records = schedules[0].session._latest[1]
+    assert {one.sample for one in BatchRecord.of(records)} == {NOTHING if is_local else sample(X, target=X)}
 
 
 def warnings_of(rank: int, has_own_generator: bool, is_shuffled: bool) -> list[str]:

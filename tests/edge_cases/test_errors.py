@@ -16,10 +16,10 @@ import bpipe
 from bpipe.cleanup import keeping, note, noted_on
 from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.failure import Failure
-from bpipe.engine.settings import changed
 from bpipe.errors import RankFailedError, format_error
 from bpipe.model.preserve_state import preserved_state
 from bpipe.parallel.fsdp import Sharding
+from bpipe.parallel.settings import changed
 from bpipe.schedules import Destinations
 from tests.edge_cases.case import SCHEDULES, pipeline
 from tests.models import WIDTH, Block, batch_of, held_by
@@ -401,7 +401,7 @@ def letting_go(rank: int) -> list[Any]:
     from bpipe.schedules import Action, Op
 
     stage = bpipe.PipelineStage(fully_shard(nn.Linear(4, 4)), 0, 1, "cpu")
-    module._ShardedStage.collect = no_such_thing  # type: ignore[method-assign]
+    module.ShardedStage.collect = no_such_thing  # type: ignore[method-assign]
     try:
         with Sharding({0: stage.parts()}, [Action(Op.B, 0, 0)]).in_charge():
             raise KeyError("mine")

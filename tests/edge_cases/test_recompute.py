@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from bpipe.errors import StageError
-from bpipe.recomputation.checksums import checksum_of, sum_of_bits
+from bpipe.model.state.checksums import checksum_of, sum_of_bits
 from tests.edge_cases.case import NUM_STAGES, Batch, Case, M
 from tests.models import assert_same
 from tests.test_recompute import AllTwice
@@ -787,8 +787,8 @@ def test_a_buffer_that_is_not_initialised_is_refused():
 
 @pytest.fixture
 def on_a_device(monkeypatch):
-    for module in ("checksums", "state"):
-        monkeypatch.setattr(f"bpipe.recomputation.{module}.is_awaited", lambda device: True)
+    for module in ("model.state.checksums", "recomputation.state"):
+        monkeypatch.setattr(f"bpipe.{module}.is_awaited", lambda device: True)
 
 
 @pytest.mark.usefixtures("on_a_device")

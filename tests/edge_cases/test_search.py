@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from bpipe.model.state.reachable import Reachable
 from bpipe.recomputation.copies import Copies
-from bpipe.recomputation.reachable import Reachable
 from bpipe.recomputation.restorable import Restorable
 from tests.edge_cases.case import NUM_STAGES, Case, M, pipeline
 from tests.edge_cases.test_recompute import Stage, assert_restored, batch, make, of_torch, seeded

@@ -22,7 +22,7 @@ from bpipe.estimate.contention import Worked, lost_share
 from bpipe.passes.balance.balance import balance
 from bpipe.plan.action import HOST, START_OF
 from bpipe.schedules import Action, Costs, Destinations, Lane, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
-from bpipe.tools.measured import Measured
+from bpipe.simulator.measured import Measured
 from tests.amounts import amounts
 from tests.models import Block, mse
 from tests.tiers import examples

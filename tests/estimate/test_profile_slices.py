@@ -149,8 +149,18 @@ def test_what_is_run_is_left_as_it_was() -> None:
     (stage,) = stages_of("attention", 1)
     x, y = batch_of(1)
     before = torch.get_rng_state()
-    bpipe.profile_slices(stage, x, [4, 12], contexts=[0, 8], loss_fn=mse, target=y, is_first=True, repeats=1)
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return mse(output, target, reduction="sum"), target.numel()
+
+    bpipe.profile_slices(stage, x, [4, 12], contexts=[0, 8], loss_fn=loss_fn, target=y, is_first=True, repeats=1)
     assert all(parameter.grad is None for parameter in stage.parameters()) and torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_loss_of_whole_sequences_is_refused() -> None:
+    x, y = batch_of(1)
+    with pytest.raises(StageError, match="returned a Tensor for a slice of Stage: with loss_of_slices=True it returns two numbers"):
+        bpipe.profile_slices(Stage("attention").double(), x, [4], loss_fn=mse, target=y, is_first=True, repeats=1)
 
 
 def test_words_on_the_first_stage() -> None:

@@ -50,7 +50,7 @@ def test_shapes_combine(names: tuple[str, ...]) -> None:
     flow = with_shapes(*names)
     assert flow.problem == ""
     ran: set[tuple[str, int, int]] = set()
-    for unit in (flow.slices * i + s for i in range(4) for s in range(flow.slices)):
+    for unit in (flow.units * i + s for i in range(4) for s in range(flow.units)):
         turn = flow.turn_of(unit)
         for op in "FB":
             for part in range(5)[:: 1 if op == "F" else -1]:
@@ -111,7 +111,10 @@ def test_local_learning_sends_no_gradient() -> None:
 
 def test_twins_on_one_rank_add_nothing_up() -> None:
     assert with_shapes("directions").sums == ((0, 5), (2, 7), (4, 9))
-    assert with_shapes("directions").twins == {0: 5, 5: 0, 2: 7, 7: 2, 4: 9, 9: 4}
+    exchanges = with_shapes("directions").exchanges
+    assert {stage: (part, other) for (stage, part), (other, _) in exchanges.items()} == {
+        **{0: (0, 5), 5: (0, 0), 2: (0, 7), 7: (0, 2), 4: (0, 9), 9: (0, 4)}
+    }
     assert not with_shapes("paths").sums
 
 
@@ -127,10 +130,10 @@ def test_units_are_in_the_order_in_which_a_stage_takes_them(op: str, names: tupl
     flow = with_shapes(*names)
     for stage in range(len(flow.stage_ranks)):
         units = list(flow.units_of(op, stage))
-        assert [unit // flow.slices for unit in units] == sorted(unit // flow.slices for unit in units)
+        assert [unit // flow.units for unit in units] == sorted(unit // flow.units for unit in units)
         for earlier, later in pairwise(units):
             assert flow.previous(op, stage)[later] == earlier
-            assert earlier // flow.slices < later // flow.slices or (earlier < later) is (op == "F")
+            assert earlier // flow.units < later // flow.units or (earlier < later) is (op == "F")
         assert sorted(units) == [unit for unit in range(flow.num_units) if flow.turn_of(unit) in flow.turns_of(stage)]
 
 
@@ -149,13 +152,14 @@ def test_a_flow_of_thousands_of_stages_is_small() -> None:
 
 
 WRONG = {
-    "with several others": lambda flow: replace(flow, sums=((0, 1), (0, 2))),
+    "with its twin and with others": lambda flow: replace(with_shapes("directions"), sums=((0, 5), (0, 2))),
     "leads to a node that is not there": lambda flow: replace(flow, nodes=flow.nodes[1:]),
     "it stays on its stage": lambda flow: replace(flow, edges=(*flow.edges, Edge(Node("F", 0), Node("B", 1), Kind.SAVED))),
     "only state leads to other slices": lambda flow: replace(flow, edges=(Edge(Node("F", 0), Node("F", 0), Kind.VALUE),)),
     "gradients do not come back": lambda flow: replace(flow, edges=tuple(e for e in flow.edges if e.kind is not Kind.GRADIENT)),
     "goes to several parts": lambda flow: replace(flow, edges=(*flow.edges, Edge(Node("F", 0), Node("F", 2), Kind.DETACHED))),
-    "are not the same part on two ranks": lambda flow: replace(flow, sums=((0, 1),)),
+    "but are not on two ranks": lambda flow: replace(flow, stage_ranks=(0, 0, 1, 2, 1), sums=((0, 1),)),
+    "expected some of 5 stages, in ascending order": lambda flow: replace(flow, sums=((1, 0),)),
     "wait for each other": lambda flow: replace(
         flow, edges=(*flow.edges, Edge(Node("F", 3), Node("F", 1), Kind.DETACHED, "back"))
     ),

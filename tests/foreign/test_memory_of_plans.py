@@ -199,20 +199,16 @@ def _with_skips(name: str, **options: Any) -> tuple[list[Any], list[nn.Module], 
     return ranks, list(modules), handler.text
 
 
+@pytest.mark.parametrize("budget", [None, "lowest"])
 @pytest.mark.parametrize("name", SKIPS)
-def test_skips_with_recomputation_by_count_train_alike_and_their_bytes_are_right_or_warned_of(name: str) -> None:
-    """Gradients are plain 1F1B's to the bit; where the plan's bytes are not what is used, that was said."""
-    _, modules, said = _with_skips(name, budget=None, by="recompute")
+def test_skips_with_recomputation_train_alike_and_their_bytes_are_right(name: str, budget: str | None) -> None:
+    """Gradients are plain 1F1B's to the bit, and what a rank holds is what was predicted."""
+    ranks, modules, _ = _with_skips(name, budget=budget, by="recompute")
     _, plain, _ = _with_skips(name)
     for ours, theirs in zip(modules, plain):
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), theirs.parameters()))  # type: ignore[arg-type]
-    assert "byte" in said and "skip" in said, said
-
-
-def test_skips_with_recomputation_by_bytes_are_refused_by_name() -> None:
-    """Recomputation works by count there, and not with a budget in bytes: refused before a step."""
-    with pytest.raises(bpipe.errors.ConfigurationError, match="skip"):
-        _with_skips("one over two stages", budget="lowest", by="recompute")
+    for rank in ranks:
+        assert rank.stats["device_peak_bytes"] == rank.stats["predicted_device_peak_bytes"]
 
 
 def test_what_counts_gradients_that_stay_finds_one() -> None:

@@ -19,7 +19,6 @@ from unittest.mock import patch
 
 import torch
 
-from bpipe.api.report import Report
 from bpipe.comm.health.activity import State, Status
 from bpipe.comm.health.agreement import StepRecord
 from bpipe.comm.health.clocks import Reading
@@ -35,16 +34,19 @@ from bpipe.comm.wire.note import read_note, with_note
 from bpipe.environment import may_share_memory, port_range, ranks_on_this_node, shared_secret
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import Measurement, Profile, costs_of
+from bpipe.model.cut import Cut
 from bpipe.relaxed.tick_messages import NOTE as TICK_NOTE
 from bpipe.relaxed.tick_messages import Call, marks_of
 from bpipe.schedules import Amount, Costs, Plan, Sizes, StageSizes, Timeline, build, simulate, verify
 from bpipe.schedules.torch_csv import from_csv
+from bpipe.session.report import Report
+from bpipe.simulator.measured import Measured
 from bpipe.simulator.timeline import Lane
 from bpipe.tools.balancing import balanced
 from bpipe.tools.cli import main
-from bpipe.tools.measured import Measured
 from bpipe.tools.summary import data_of
 from bpipe.tools.trace_record import Origin, joined, packed, parse
+from bpipe.twins.exchange import TwinRecord
 
 SUBJECT = header.Subject(3, 1, 2)
 CPU = torch.device("cpu")
@@ -166,7 +168,7 @@ def read_profile(data: bytes) -> None:
 
 
 RECORDS = [
-    StepRecord("1.0", "1f1b", "0" * 32, True, 3, 4, 4, 8, 1, bytes(16), (0, 1)),
+    StepRecord("1.0", "1f1b", "0" * 32, True, 3, 4, 4, 8, 1, bytes(16), (0, 1), rooms=(Cut(bytes(16)), TwinRecord((1, 2)))),
     Failure(Cause.RAISED, 1, 3, "stage 1, microbatch 2, action 1F2", "ValueError: x", "Traceback"),
     Status(State.RUNNING, 1, 3, 17, 0.5, ((0, 1), (2, 3))),
     Reading(bytes(16), "0" * 32, 1, 5, 6),

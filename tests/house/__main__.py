@@ -17,7 +17,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.house", description=__doc__)
     parser.add_argument("root", nargs="?", type=Path, default=HERE, metavar="ROOT")
     parser.add_argument("--lower", action="store_true", help=f"write the figures that fell to ROOT's {TABLE}; none is raised")
-    parser.add_argument("-v", action="store_true", help="name the private attributes and the dicts, too")
+    parser.add_argument("-v", action="store_true", help="name the private attributes, the dicts, and what a step meets")
     chosen = parser.parse_args()
     if chosen.lower and not COMPARABLE:
         parser.error("the ratchets are of Python 3.11; later ones cut f-strings into tokens")
@@ -36,6 +36,7 @@ def main() -> None:
         print("circle:", ", ".join(group))
     if chosen.v:
         print(*source.reaches(), *source.dicts_by_microbatch(), sep="\n")
+        print(*sorted(walked.files_met), *map(" ".join, sorted(walked.classes_met)), sep="\nmet: ")
     if chosen.lower:
         lower(root, found)
     if known and (wrong := beyond(found, known)):

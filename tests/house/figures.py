@@ -47,6 +47,8 @@ def figures(source: Source, package: ModuleType, walked: Walk) -> dict[str, int]
         "docstrings whose first line is not imperative": source.docstrings()[1],
         "plans that a rank proves for a balanced schedule": walked.proofs,
         "switches of files in an evicted microbatch's step": walked.switches,
+        "classes that a step meets": len(walked.classes_met),
+        "files that a step meets": len(walked.files_met),
     }
 
 

@@ -21,8 +21,8 @@ HERE = Path(__file__).parents[2]
 SATELLITES = ("estimate", "tools", "training", "partition", "relaxed", "search", "chooser")  # rooms that all others do not import
 BESIDE = {  # rooms that a reader of the core need not know; some are still to come
     *SATELLITES,
-    *("batching", "dry_run", "features", "fill", "flows", "as_torch", "overlap", "schedules"),
-    *("skips", "slices", "stores", "trainers", "transformers", "vocabulary"),
+    *("batching", "dry_run", "features", "fill", "flows", "as_torch", "overlap", "recomputation", "schedules"),
+    *("skips", "slices", "stores", "trainers", "transformers", "twins", "vocabulary"),
 }
 PLANNING = ("schedules", "simulator", "plan", "passes", "verifier")  # where there are plans, and no microbatches yet
 KEYS = r"(Key|MicrobatchKey|PartKey|OpKey|Identity|Place|Started|tuple\[(Op, )?int, int(, int)?\])"

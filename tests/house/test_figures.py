@@ -54,7 +54,7 @@ def made_up(root: Path, *edits: Edit) -> dict[str, int]:
     spec = importlib.util.spec_from_file_location("bpipe", root / "bpipe/__init__.py")
     package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
-    return figures(Source(root), package, Walk([], [], [], 0))
+    return figures(Source(root), package, Walk([], [], [], [], 0))
 
 
 UNHEAVY = {

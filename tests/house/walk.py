@@ -1,4 +1,4 @@
-"""What a step does for one microbatch that is evicted, in a loopback of four ranks: the calls, and the files they go through."""
+"""What a step does, in a loopback of four ranks: for one microbatch that is evicted, call by call; and all that a reader meets."""
 
 from __future__ import annotations
 
@@ -58,25 +58,32 @@ FOLLOWED = next(a.microbatch for a in schedules[0].plan.actions[0] if a.op is Op
 run_module.Run.execute = walked
 sys.setprofile(enter)
 loopback.step(schedules, x, target=x)
-print(json.dumps([before, calls, actions, made]))
+run_module.Run.execute, into = execute, []
+sys.setprofile(enter)
+loopback.step(schedules, x, target=x)
+sys.setprofile(None)
+print(json.dumps([before, calls, actions, sorted(set(into)), made]))
 """
 
 Calls = list[tuple[str, str]]  # of functions, each with its file in bpipe/
 
 
 class Walk(NamedTuple):
-    """What a step does for a microbatch that is evicted.
+    """What a step does, for a microbatch that is evicted and as a whole.
 
     Args:
         before: calls until the first action.
         calls: calls in the actions for this microbatch, on all ranks.
         actions: these.
+        met: the functions that a whole step calls, on all ranks, each once. It is the fourth step: the first one learns, and in
+            the second and third the first and the last rank compare their batches, which they seldom do.
         proofs: the plans that a rank proves when its balanced schedule is made.
     """
 
     before: Calls
     calls: Calls
     actions: list[str]
+    met: Calls
     proofs: int
 
     @property
@@ -87,6 +94,22 @@ class Walk(NamedTuple):
     def switches(self) -> int:
         return sum(a != b for a, b in pairwise(self.files))
 
+    @property
+    def files_met(self) -> set[str]:
+        """The files of which a whole step calls something."""
+        return {file for file, _ in self.met}
+
+    @property
+    def classes_met(self) -> set[tuple[str, str]]:
+        """The classes of which a whole step calls something, each with its file.
+
+        A class counts if a function that stands in its body runs: a method, a property, a generator, a lambda or a comprehension
+        inside one. What an instance inherits counts for the class that defines it. Methods that `dataclass` and `NamedTuple`
+        generate count for none: nobody reads them, and a record that is only made and read is met as its fields are.
+        """
+        owners = [(file, name.partition(".<locals>")[0].rpartition(".")[0]) for file, name in self.met]
+        return {(file, owner) for file, owner in owners if owner}
+
 
 def walk(source: Source) -> Walk:
     (run,) = (module.name for module in source.package if module.path.name == "run.py")
@@ -94,5 +117,5 @@ def walk(source: Source) -> Walk:
     command = [sys.executable, "-c", WALK, run, proof]
     environment = os.environ | {"PYTHONPATH": str(source.root)}
     done = subprocess.run(command, cwd=source.root, env=environment, capture_output=True, text=True, check=True)
-    before, calls, actions, proofs = json.loads(done.stdout)
-    return Walk([tuple(call) for call in before], [tuple(call) for call in calls], actions, proofs)
+    before, calls, actions, met, proofs = json.loads(done.stdout)
+    return Walk(*([tuple(call) for call in of] for of in (before, calls)), actions, [tuple(call) for call in met], proofs)

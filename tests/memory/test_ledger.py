@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.memory.ledger import Ledger
-from bpipe.memory.peaks import Peaks
+from bpipe.memory.ledger import Account, Ledger
+from bpipe.memory.peaks import peak
 from bpipe.memory.saved.footprint import Footprint, covering, footprint_of
 from bpipe.memory.saved.stash import Movable, StashContents
 from bpipe.memory.saved.storages import Held
@@ -42,7 +42,8 @@ def follow(ledger: Ledger, actions: tuple[Action, ...], footprints: Footprints) 
     for action in actions:
         key = action.stage, action.microbatch
         if action.op is Op.F:
-            ledger.forward(ledger.open(key, (action.stage, "")), footprints[key])
+            account = ledger.accounts[key] = Account((action.stage, ""))
+            ledger.forward(account, footprints[key])
         elif action.op is Op.I:
             ledger.backward_input(ledger.accounts[key], footprints[key].between_bytes)
         elif action.op in (Op.B, Op.W):
@@ -88,7 +89,7 @@ def test_ledger_against_a_recount(plan: Plan, data: st.DataObject) -> None:
             assert (ledger.live_bytes, ledger.slots) == counts[-1]
         assert (ledger.peak_bytes, ledger.peak_slots) == tuple(map(max, zip(*counts)))
         assert (ledger.live_bytes, ledger.slots) == (0, 0)
-        assert Peaks(with_messages=False).of(plan, rank, own) == ledger.peak_bytes
+        assert peak(plan, rank, own, with_messages=False) == ledger.peak_bytes
         assert ledger.peak_slots + sum(map(len, plan.remote_buffers(rank).values())) == plan.peak_slots[rank]
         assert ledger.evicted_bytes == ledger.loaded_bytes == sum(own[key].movable_bytes for key in plan.evicted(rank))
 
@@ -107,7 +108,7 @@ def test_peak_is_slots_times_bytes_where_all_microbatches_are_alike(name: str, p
         footprints = {(rank, i): Footprint(movable + fixed, movable, 0) for i in range(m)}
         ledger = Ledger()
         assert len(list(follow(ledger, actions, footprints))) == len(actions)
-        assert Peaks(with_messages=False).of(plan, rank, footprints) == ledger.peak_bytes
+        assert peak(plan, rank, footprints, with_messages=False) == ledger.peak_bytes
         if fixed == 0 or not plan.evicted(rank):
             assert ledger.peak_bytes == ledger.peak_slots * (movable + fixed)
 
@@ -115,13 +116,15 @@ def test_peak_is_slots_times_bytes_where_all_microbatches_are_alike(name: str, p
 def test_what_is_shared_counts_once_for_each_kind_of_microbatch() -> None:
     ledger = Ledger()
     for microbatch, (shapes, shared_bytes) in enumerate([("even", 8), ("even", 8), ("odd", 4), ("odd", 4)]):
-        ledger.forward(ledger.open((0, microbatch), (0, shapes)), Footprint(0, 0, shared_bytes))
+        account = ledger.accounts[0, microbatch] = Account((0, shapes))
+        ledger.forward(account, Footprint(0, 0, shared_bytes))
     assert ledger.held_bytes == 8 + 4
 
 
 def test_a_second_look_corrects_the_first() -> None:
     ledger = Ledger()
-    ledger.forward(account := ledger.open((0, 0), (0, "")), Footprint(10, 10, 5))
+    account = ledger.accounts[0, 0] = Account((0, ""))
+    ledger.forward(account, Footprint(10, 10, 5))
     ledger.seen_again(account, contents_of(15, fixed=0), (15,))
     ledger.evicted(Action(Op.EVICT, 0, 0, peer=1), 15)
     assert ledger.live_bytes == 0
@@ -132,7 +135,7 @@ def test_a_second_look_corrects_the_first() -> None:
 
 def test_a_microbatch_takes_nothing_that_is_known_before_its_forward() -> None:
     ledger = Ledger()
-    account = ledger.open((0, 0), (0, ""))
+    account = ledger.accounts[0, 0] = Account((0, ""))
     assert ledger.footprints == {}
     with pytest.raises(AssertionError, match="known after the forward"):
         ledger.seen_again(account, contents_of(1, fixed=0), (1,))
@@ -158,20 +161,12 @@ def test_peaks_are_the_plans_where_all_footprints_are_its_sizes() -> None:
         plan = replace(build(name, num_stages, 8, num_ranks=4), sizes=sizes)
         for rank in range(4):
             footprints = {(x, i): footprint for x in range(num_stages) if plan.stage_ranks[x] == rank for i in range(8)}
-            assert 100 + Peaks(with_messages=True).of(plan, rank, footprints) == plan.device_peak_bytes[rank]
-
-
-def test_peaks_are_scanned_again_when_something_is_another() -> None:
-    peaks, plans_of_two = Peaks(with_messages=False), [build(name, 2, 4) for name in ("1f1b", "gpipe")]
-    small, large = ({(0, i): Footprint(size, size, 0) for i in range(4)} for size in (10, 20))
-    assert [peaks.of(plan, 0, found) for plan in plans_of_two for found in (small, small, large)] == [20, 20, 40, 40, 40, 80]
-    large[0, 0] = Footprint(30, 30, 0)  # the caller's own mapping
-    assert peaks.of(plans_of_two[1], 0, large) == 90
+            assert 100 + peak(plan, rank, footprints, with_messages=True) == plan.device_peak_bytes[rank]
 
 
 def test_nothing_to_predict() -> None:
     plan = build("1f1b", 2, 4)
-    assert Peaks(with_messages=True).of(replace(plan, actions=((), ())), 0, {}) == 0
+    assert peak(replace(plan, actions=((), ())), 0, {}, with_messages=True) == 0
 
 
 # Sizes that cover several kinds of microbatches.
@@ -193,7 +188,7 @@ def test_what_covers_has_room_for_each_at_every_action(footprints: list[Footprin
         plan = replace(build(name, num_stages, 4, num_ranks=2), sizes=replace(sizes, stages=sizes.stages[:num_stages]))
         for rank in range(2):
             mixed = {(x, i): footprints[(x + i) % len(footprints)] for x in range(num_stages) for i in range(4)}
-            assert Peaks(with_messages=True).of(plan, rank, mixed) <= plan.device_peak_bytes[rank]
+            assert peak(plan, rank, mixed, with_messages=True) <= plan.device_peak_bytes[rank]
 
 
 def test_what_is_kept_of_a_message_is_no_more_than_what_is_saved() -> None:

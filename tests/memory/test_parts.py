@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.memory.saved.stash import Movable, Saved, Stash, StashContents, cuts_for
+from bpipe.memory.saved.saved_tensor import Saved
+from bpipe.memory.saved.stash import Movable, Stash, StashContents, cuts_for
 
 SIZES = st.lists(st.integers(1, 50), max_size=8)
 

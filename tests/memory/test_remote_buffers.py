@@ -7,12 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.comm.transport.in_process import LoopbackTransport, Wires
+from bpipe.engine.remembered import Memory
 from bpipe.errors import CommError
 from bpipe.memory.host_buffers import HostBuffers
 from bpipe.memory.remote_buffers import RemoteBuffers
+from bpipe.passes.balance.balance import balance
 from bpipe.plan.action import PartKey
+from bpipe.plan.destinations import Destinations
 from bpipe.plan.reserved import Reserved, reserve
-from bpipe.schedules import Action, Op
+from bpipe.schedules import Action, Op, Sizes, build
 from tests.tiers import examples
 
 CPU = torch.device("cpu")
@@ -157,3 +161,16 @@ def test_four_tebibytes_are_refused_before_they_are_allocated() -> None:
     rooms = remote_buffers([64], {0: 0})
     with pytest.raises(CommError, match=f"a remote activation: {2**42} bytes are announced"):
         rooms.take(remote(0), [2**42])
+
+
+def test_buffers_are_made_before_the_step_where_the_host_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a step, an allocation may make it wait: both those for another rank and those on the host."""
+    monkeypatch.setattr("bpipe.engine.remembered.is_asynchronous", lambda device: True)
+    sizes, transport = Sizes.of([100] * 4, num_ranks=4), LoopbackTransport(Wires(), CPU)
+    for to in (Destinations(), Destinations(host="only")):
+        plan = balance(build("1f1b", 4, 8), sizes=sizes, budgets=[300] * 4, to=to)
+        memories = [Memory() for _ in range(4)]
+        for rank, memory in enumerate(memories):
+            memory.reserve(plan, rank, transport, [0] * 4)
+        assert [memory.host_bytes for memory in memories] == [plan.host_bytes(rank) for rank in range(4)]
+        assert [memory.remote_buffer_bytes for memory in memories] == [plan.remote_buffer_bytes(rank) for rank in range(4)]

@@ -256,9 +256,7 @@ def _written(plan: Plan, action: Action) -> list[Any]:
 
 
 def _other_stage(plan: Plan, start: Action) -> int | None:
-    if start.is_exchange:
-        return plan.twin(start.stage)
-    return plan.other_end(start)[1] if start.op in BETWEEN_STAGES else None
+    return plan.other_end(start)[1] if start.op in BETWEEN_STAGES or start.is_exchange else None
 
 
 def _places(plan: Plan, rank: int, order: Sequence[Action]) -> list[list[int]]:

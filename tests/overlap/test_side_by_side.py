@@ -254,7 +254,7 @@ def test_a_step_without_pairs_looks_for_no_generators() -> None:
     pairs = SideBySide(function)  # type: ignore[arg-type]
 
     def begin(overlapped: Any) -> bool:
-        run: Any = SimpleNamespace(plan=SimpleNamespace(overlapped=overlapped), sharding=SimpleNamespace(is_needed=False))
+        run: Any = SimpleNamespace(plan=SimpleNamespace(overlapped=overlapped), is_sharded=False)
         return pairs.runs(run, (module, len))
 
     assert not begin(()) and not function.states

@@ -24,9 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bpipe import logs
 from bpipe.errors import StageError
+from bpipe.model.state.reachable import Reachable
 from bpipe.overlap import TwoThreads, yield_here
 from bpipe.overlap.turns import Half, Turns, change_over
-from bpipe.recomputation.reachable import Reachable
 from tests.patience import PATIENCE_S, ended, until
 
 NAME = contextvars.ContextVar("NAME", default="nobody")

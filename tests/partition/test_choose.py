@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.estimate.cut_search import every_cut, improved
+from bpipe.estimate.layers import Chain
 from bpipe.partition import LayerCost, choose_stages
 from bpipe.partition.choose import Task
-from bpipe.partition.cut_search import every_cut, improved
 from bpipe.partition.holdings import Holdings
-from bpipe.partition.layers import Chain
 from bpipe.schedules import Costs, Link, Op, build, simulate
 from tests.tiers import examples
 

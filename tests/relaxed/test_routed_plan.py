@@ -111,7 +111,7 @@ def test_wrong_paths_are_refused(change: object, match: str) -> None:
 def test_who_does_not_run_paths_says_so() -> None:
     plan = routed_plan(4, [[1], [1]])
     loopback = bpipe.Loopback(2)
-    with pytest.raises(ConfigurationError, match=r"paths through replicas, which bpipe\.Routes runs"):
+    with pytest.raises(ConfigurationError, match=r"paths through replicas, whose gradients only bpipe\.Routes adds up"):
         bpipe.FromPlan(bpipe.PipelineStage(nn.Linear(2, 2), 0, 2, group=loopback.rank(0)), plan)
     with pytest.raises(PlanError, match="has alternatives, which torch"):
         plan.to_csv()

@@ -102,14 +102,15 @@ class Bytes:
         """Whether a microbatch ends there."""
         return (stage + 1) % self.depth == 0
 
-    def exchange(self, rank: int, stage: int) -> None:
-        """Memory for the gradients of a stage's twin is taken."""
-        gradients = 0 if self.plan.sizes is None else number_of(self.plan.sizes.stages[stage], "gradients")
-        self.stores[rank].hold((("gradients", stage), gradients))
+    def exchange(self, rank: int, stage: int, part: int) -> None:
+        """Memory for the gradients of a stage's twin, or of another stage with a weight of it, is taken."""
+        name = f"gradients-{part - 1}" if part else "gradients"
+        gradients = 0 if self.plan.sizes is None else self.plan.sizes.stages[stage][name].num_bytes
+        self.stores[rank].hold((("gradients", stage, part), gradients))
 
     def added(self, rank: int, stage: int) -> None:
-        """They have been added up."""
-        self.stores[rank].drop(("gradients", stage))
+        """All that came for a stage has been added up."""
+        self.stores[rank].drop(*[name for name in self.stores[rank].objects if name[:2] == ("gradients", stage)])
 
     # The life of a microbatch's objects.
 
@@ -130,6 +131,8 @@ class Bytes:
         if self.has_prediction(stage):
             size = self.size(stage, microbatch, "results") - self.size(stage, microbatch, "kept_results")
             taken.append((("prediction", stage, microbatch), size))
+        elif self.is_last(stage):  # what the loss takes while it is computed
+            taken.append((("loss", stage, microbatch), self.size(stage, microbatch, "results")))
         if given in store.objects:
             taken.append((given, max(0, store.objects[given] - self.size(stage, microbatch, "kept_received"))))
         store.hold(*taken)
@@ -137,7 +140,7 @@ class Bytes:
     def after_forward(self, rank: int, action: Action) -> None:
         self.stores[rank].drop(self.input_of(action.stage, action.microbatch), ("prediction", *action[1:3]))
         if self.is_last(action.stage):  # the loss has been computed
-            self.stores[rank].drop(("output", *action[1:3]))
+            self.stores[rank].drop(("output", *action[1:3]), ("loss", *action[1:3]))
 
     def before_first_forward(self, rank: int, action: Action) -> None:
         """Of what runs again, the input stays beside the output; nothing is saved but the state that other slices need."""

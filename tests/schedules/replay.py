@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, permutations
 from typing import NamedTuple
 
 from bpipe.schedules import Action, Plan
@@ -137,8 +137,8 @@ class _Machine:
         self.sharded = {a.stage for lane in plan.actions for a in lane if a.op.value in SHARDING and a.peer is None}
         self.gathered: set[int] = set()
         self.reduced: set[int] = set()
-        self.exchanged: set[int] = set()  # stages whose gradients are on their way to their twins
-        self.added: set[int] = set()
+        self.exchanged: set[tuple[int, int]] = set()  # stages whose gradients are on their way, and to which one
+        self.added: set[tuple[int, int]] = set()
         self.crossings: Counter[tuple[object, ...]] = Counter()
         self.ways: dict[tuple[int, ...], list[_Way]] = {}  # of skips, by the stages that a microbatch passes
 
@@ -171,9 +171,9 @@ class _Machine:
         insist(not self.away, "undone: still away", *self.away)
         insist(not self.gathered, "undone: weights stay gathered of", *self.gathered)
         insist(not self.plan.has_backward or self.reduced == self.sharded, "undone: gradients of", *self.sharded - self.reduced)
-        ranks, stages = self.plan.stage_ranks, range(self.p if self.shape.directions > 1 and self.plan.has_backward else 0)
-        twins = {stage for stage in stages if ranks[stage] != ranks[(stage + self.depth) % self.p]}  # else both are one module
-        insist(self.added == twins, "undone: gradients of twins were not added up:", *twins ^ self.added)
+        stages = range(self.p if self.plan.has_backward else 0)
+        pairs = {pair for stage in stages for pair in self.exchanges_of(stage)}
+        insist(self.added == pairs, "undone: gradients were not added up:", *pairs ^ self.added)
         for rank, budget in enumerate(self.plan.slots):
             peak = self.occupied(rank)
             insist(budget is None or peak <= budget, "budget: rank", rank, "occupies", peak, "of", budget)
@@ -206,7 +206,7 @@ class _Machine:
         insist(passes or action.op.value in SHARDING, "misplaced:", action, "is of the other direction, or another replica's")
         if action.part and action.op.value.removeprefix("WAIT_") in MESSAGES:
             self.check_way(action)
-        else:
+        elif "REDUCE_GRAD" not in action.op.value:
             self.check_part(action, MOVES)
         return do(self, rank, action) is not False
 
@@ -442,29 +442,51 @@ class _Machine:
         self.reduced.add(action.stage)
 
     def exchange(self, rank: int, action: Action) -> None:
-        """A stage's gradients leave for its twin, and memory for the twin's is taken."""
-        _, stage, microbatch, _, peer = action
-        insist(self.shape.directions > 1 and microbatch == 0, "misplaced:", action)
-        insist(stage not in self.exchanged, "reduced twice:", action)
+        """Gradients of a stage leave for another one, such as its twin, and memory for those of that is taken."""
+        _, stage, microbatch, part, peer = action
+        other = part - 1 if part else (stage + self.depth) % self.p
+        insist(microbatch == 0 and (self.shape.directions > 1 if not part else self.shape.sums), "misplaced:", action)
+        insist((stage, other) not in self.exchanged, "reduced twice:", action)
         there, back = self.queues["twin", rank, peer], self.queues["twin", peer, rank]
-        there.at(there.sent).sources = [(rank, "gradients", stage)]
+        there.at(there.sent).sources = [(rank, "gradients", stage, other)]
         message = self.works[self.work(rank, action)] = back.at(back.received)
-        message.targets = [(rank, "gradients of the twin", stage)]
+        message.targets = [(rank, "gradients of another", stage, other)]
         there.sent, back.received = there.sent + 1, back.received + 1
-        self.tokens[rank, "gradients", stage] = ("gradients", stage, self.counts["weight gradient", stage])
-        self.exchanged.add(stage)
-        self.bytes.exchange(rank, stage)
+        self.tokens[rank, "gradients", stage, other] = ("gradients", stage, other, self.summed(stage, other))
+        self.exchanged.add((stage, other))
+        self.bytes.exchange(rank, stage, part)
+
+    def exchanges_of(self, stage: int) -> set[tuple[int, int]]:
+        """A stage, and each one with which it exchanges gradients: a twin, or the first holder of a weight on another rank."""
+        ranks, twin = self.plan.stage_ranks, (stage + self.depth) % self.p
+        pairs = {(stage, twin)} if self.shape.directions > 1 and ranks[stage] != ranks[twin] else set()  # else both are one module
+        for holders in self.shape.sums:
+            firsts = {ranks[one]: one for one in reversed(holders)}
+            pairs |= {(one, other) for one, other in permutations(firsts.values(), 2) if one == stage}
+        return pairs
+
+    def summed(self, stage: int, other: int) -> tuple[int, ...]:
+        """How many backwards have run of each stage on a rank whose gradients are among those that it exchanges with another."""
+        here, ranks = {stage}, self.plan.stage_ranks
+        for holders in self.shape.sums:
+            firsts = {ranks[one]: one for one in reversed(holders)}
+            if {stage, other} <= {*firsts.values()}:
+                here |= {one for one in holders if ranks[one] == ranks[stage]}
+        insist(all(self.counts["weight gradient", one] == len(self.units(one)) for one in here), "too early:", stage, other)
+        return tuple(self.counts["weight gradient", one] for one in sorted(here))
 
     def exchange_ended(self, rank: int, action: Action) -> bool:
         message = self.started(rank, action)
         if not message.sources:
             return False
-        twin = (action.stage + self.depth) % self.p
+        stage, part = action.stage, action.part
+        other = part - 1 if part else (stage + self.depth) % self.p
         self.carry(message, action)
-        self.use((rank, "gradients of the twin", action.stage), ("gradients", twin, len(self.units(twin))), action)
+        self.use((rank, "gradients of another", stage, other), ("gradients", other, stage, self.summed(other, stage)), action)
         del self.works[self.work(rank, action)]
-        self.added.add(action.stage)
-        self.bytes.added(rank, action.stage)
+        self.added.add((stage, other))
+        if self.exchanges_of(stage) <= self.added:
+            self.bytes.added(rank, stage)
         return True
 
     def in_order(self, what: str, action: Action) -> None:

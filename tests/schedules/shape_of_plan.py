@@ -12,7 +12,7 @@ from bpipe.schedules import Plan
 
 @dataclass(frozen=True)
 class PlanShape:
-    """The six things that a plan may be besides a chain of stages; `depth` is how many stages a microbatch passes."""
+    """The seven things that a plan may be besides a chain of stages; `depth` is how many stages a microbatch passes."""
 
     stage_ranks: tuple[int, ...]
     num_microbatches: int
@@ -22,6 +22,7 @@ class PlanShape:
     skips: tuple[tuple[int, ...], ...] = ()
     local: bool = False
     paths: tuple[tuple[int, ...], ...] = ()
+    sums: tuple[tuple[int, ...], ...] = ()
 
     @property
     def depth(self) -> int:
@@ -36,7 +37,8 @@ class PlanShape:
             flow = shaped(flow, "alternatives", self.stage_ranks, self.paths, False)
         flow = sliced(flow, self.slices)
         flow = shaped(flow, "skips", self.skips) if self.skips else flow
-        return shaped(flow, "local") if self.local else flow
+        flow = shaped(flow, "local") if self.local else flow
+        return shaped(flow, "sums", self.sums) if self.sums else flow
 
 
 def shape_of(plan: Plan) -> PlanShape:

@@ -144,8 +144,8 @@ def test_each_microbatch_goes_one_way_and_each_stage_exchanges_its_gradients_onc
     for rank, lane in enumerate(plan.actions):
         for stage in plan.stages_of(rank):
             own = [a for a in lane if a.stage == stage]
-            twin = plan.twin(stage)
-            assert twin is not None and plan.twin(twin) == stage and plan.stage_ranks[twin] == 3 - rank
+            twin = plan.flow.exchanges[stage, 0].other
+            assert plan.flow.exchanges[twin, 0].other == stage and plan.stage_ranks[twin] == 3 - rank
             assert [a.microbatch for a in own if a.op is Op.F] == list(range(stage // plan.depth, 8, 2))
             ends = [(a.op, a.peer) for a in own if a.op in (Op.B, Op.W, Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD)][-3:]
             assert [op for op, _ in ends[1:]] == [Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD]

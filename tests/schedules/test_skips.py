@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError, PlanError
+from bpipe.flow.units import Units
 from bpipe.passes.balance.balance import balance
 from bpipe.passes.communicate import without_transfers
 from bpipe.passes.recompute import recompute
@@ -323,9 +324,9 @@ def test_bad_skips_are_refused(skips: Any) -> None:
 def test_messages_of_skips_are_read_as_written(op: Op, peer: str, unit: str) -> None:
     slices = 2 if "/" in unit else 1
     text = f"4{op}{unit}{'>' if 'SEND' in op else '<'}0{peer}"
-    action = Action.parse(text, slices)
+    action = Action.parse(text, Units(slices))
     assert action == Action(op, 4, 7 if slices == 2 else 3, 1, 7 if peer else None)
-    assert f"{action.text(slices)}{action.at_peer}" == text
+    assert f"{action.text(Units(slices))}{action.at_peer}" == text
 
 
 NO_MESSAGES = """

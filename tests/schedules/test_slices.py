@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import bpipe
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.flow.shaping import shaped
+from bpipe.flow.units import Units
 from bpipe.passes.balance.balance import balance, by_count, default_slots
 from bpipe.passes.communicate import computations_only
 from bpipe.passes.profiling_order import profiling_order
@@ -175,7 +176,7 @@ def test_two_slices_in_the_wrong_order_are_caught(plan: Plan, data: st.DataObjec
     op = data.draw(st.sampled_from([Op.F, Op.B]))
     microbatch = data.draw(st.integers(0, plan.num_microbatches - 1))
     first = data.draw(st.integers(0, plan.slices - 2))
-    one, other = plan.units_of(microbatch)[first : first + 2]
+    one, other = plan.units.of(microbatch)[first : first + 2]
     stages = range(plan.num_stages)
     names = {one: other, other: one}
     of_op = {Op.F: ("F", "SEND_F", "RECV_F"), Op.B: ("B", "SEND_B", "RECV_B")}[op]
@@ -236,8 +237,8 @@ def test_torch_refuses_a_csv_of_slices(tmp_path: Path) -> None:
     ("text", "slices", "unit"), [("2F3", 1, 3), ("2F3/1", 4, 13), ("0EVICT3/1.2@5", 4, 13), ("1WAIT_LOAD0/3@host", 4, 3)]
 )
 def test_an_action_names_its_slice(text: str, slices: int, unit: int) -> None:
-    action = Action.parse(text, slices)
-    assert action.microbatch == unit and f"{action.text(slices)}{action.at_peer}" == text
+    action = Action.parse(text, Units(slices))
+    assert action.microbatch == unit and f"{action.text(Units(slices))}{action.at_peer}" == text
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,7 @@ def test_an_action_names_its_slice(text: str, slices: int, unit: int) -> None:
 )
 def test_an_action_without_its_slice_is_refused(text: str, slices: int, expected: str) -> None:
     with pytest.raises(PlanError, match=f"'{text}' is not an action of a plan with slices={slices}.*{expected}"):
-        Action.parse(text, slices)
+        Action.parse(text, Units(slices))
 
 
 def test_a_grid_shows_microbatches_and_slices() -> None:
@@ -288,7 +289,7 @@ def test_slices_of_different_sizes_are_metered_and_balanced(p: int, m: int, k: i
     assert even.budgets is not None and max(even.device_peak_bytes) == even.budgets[0]  # as the pass has counted
     for op in (Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B):
         assert [sizes.carried(Action(op, 1, unit), plan.flow) for unit in range(k)] == [
-            one["out"].num_bytes for one, *_ in sizes.by_slice
+            one["out"].num_bytes for one, *_ in sizes.by_unit
         ]
     assert simulate(even, of_a_microbatch(k)).device_peak_bytes(0) == even.device_peak_bytes[0]
 
@@ -386,7 +387,7 @@ def test_a_schedule_of_whole_microbatches_takes_no_slices() -> None:
 
 def test_units_of_a_microbatch_follow_each_other() -> None:
     plan = build("seq_1f1b", 2, 3, slices=4)
-    units = [list(plan.units_of(i)) for i in range(3)]
+    units = [list(plan.units.of(i)) for i in range(3)]
     assert units == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] and plan.num_units == 12
     assert [plan.slice_of(unit) for unit in units[2]] == [(2, 0), (2, 1), (2, 2), (2, 3)]
 

@@ -59,7 +59,6 @@ def test_a_budget_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None
         (["--budget", "1,2,3"], "--budget=(1, 2, 3): give a whole number of at least 1, or one for each of 4 ranks"),
         (["--overlapped"], "leave --slots and --overlapped out"),
         (["--effort", "0"], "'0' is not a whole number of at least 1"),
-        (["--skips", "0:2", "--saved", "1GiB", "--by", "recompute"], "--by recompute counts no bytes of skips"),
     ],
 )
 def test_bad_input(more: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 import bpipe
 from bpipe.errors import CommError, ConfigurationError, StageError
-from bpipe.schedules import Costs, build
+from bpipe.schedules import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -139,14 +139,6 @@ def test_an_argument_of_step_with_the_name_of_a_skip() -> None:
     stages[0].forward = lambda x, kept=None: (x, {"kept": stages[0].linear(x)})  # type: ignore[method-assign, operator]
     with pytest.raises(StageError, match=r"step\(kept=...\): stage 2 gets a skip of this name from the pipeline"):
         step(stages, kept=torch.randn(8, WIDTH))
-
-
-@pytest.mark.parametrize("by", ["recompute", "evict_or_recompute"])
-def test_recomputing_counts_no_bytes_of_skips(by: Any) -> None:
-    loopback = bpipe.Loopback(3)
-    stage = bpipe.PipelineStage(nn.Linear(1, 1), 0, 3, "cpu", loopback.rank(0), skips={"a": (0, 2)})
-    with pytest.raises(ConfigurationError, match="counts no bytes of skips: give budget=None to count microbatches, or by='evict'"):
-        bpipe.Balanced(bpipe.OneFOneB(stage, 4, nn.functional.mse_loss), budget=10**9, by=by, costs=Costs() if "or" in by else None)
 
 
 # No user has the value to itself: in the V, stage 3 is on the rank of stage 0, which makes it.

@@ -159,12 +159,14 @@ def test_text_has_the_bytes_of_skips() -> None:
 
     ends = of(Amount("0-1", 8, 3, 4, 9), Amount("0-2", 6)), of(Amount("0-1", 8, 8, 0, 0), Amount("0-2", 6, 6))
     plan = build("1f1b", 3, 2, skips=[(0, 1), (0, 2)])
-    plan = replace(plan, sizes=Sizes(stages=(ends[0], of(), ends[1]), static=(0, 0, 0)))
+    plan = replace(plan, sizes=Sizes(stages=(ends[0], of(Amount("0-1", 8, 3, 4, None, 2)), ends[1]), static=(0, 0, 0)))
     text = plan.to_text()
     assert "size 0: 5,7 3 0-1=8:3:4:9 0-2=6 in=2 out=2 state=1\n" in text
     assert "size 2: 5,7 3 0-1=8:8:0:0 0-2=6:6 in=2 out=2 state=1\n" in text
+    assert "size 1: 5,7 3 0-1=8:3:4:-:2 in=2 out=2 state=1\n" in text
     assert Plan.from_text(text) == plan
-    for new in ("0-1=8:3:4:9:1", "0-1=8:3:4:x", "0-1=", "0-1", "0-1=8:5:4:8", "0-1=8 0-1=8", "0=1", "a%=1"):
+    wrong = ["0-1=8:3:4:9:4", "0-1=8:3:4:9:1:1", "0-1=8:-:4", "0-1=8:3:4:x", "0-1=8:5:4:8", "0-1=8 0-1=8"]
+    for new in (*wrong, "0-1=", "0-1", "0=1", "a%=1"):
         with pytest.raises(PlanError, match="not a plan: the sizes in 'size 0: 5,7 3"):
             Plan.from_text(text.replace("0-1=8:3:4:9", new))
 

@@ -102,9 +102,9 @@ class Whole(nn.Module):
         return self.stage(x)[0]
 
 
-def stages_of(kind: str, num_stages: int, dtype: torch.dtype = torch.float64) -> list[Stage]:
+def stages_of(kind: str, num_stages: int, dtype: torch.dtype = torch.float64, num_layers: int = 2) -> list[Stage]:
     torch.manual_seed(0)
-    return [Stage(kind).to(dtype) for _ in range(num_stages)]
+    return [Stage(kind, num_layers).to(dtype) for _ in range(num_stages)]
 
 
 def batch_of(num_microbatches: int, positions: int = 12, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:

@@ -186,7 +186,7 @@ def one_stage(module: nn.Module) -> PipelineStage:
         (
             build("1f1b", 1, 2),
             {"options": bpipe.Options(slice_lengths=[6, 6])},
-            "1f1b takes whole microbatches here, but slice_lengths or a slice spec",
+            "1f1b takes whole microbatches here, but slice_lengths, a slice spec or loss_of_slices",
         ),
         (
             build("1f1b", 1, 2),

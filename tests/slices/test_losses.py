@@ -13,7 +13,6 @@ from torch import nn
 
 from bpipe import FromPlan, Loopback, PipelineStage, Seq1F1B
 from bpipe.api.options import Options
-from bpipe.errors import StageError
 from bpipe.schedules import build
 from bpipe.slices.slicing import Slicing
 from tests.slices.models import WIDTH, Stage, batch_of
@@ -136,50 +135,3 @@ def test_slices_of_padding_with_infinite_logits() -> None:
     Seq1F1B(stage, 2, loss_fn=cross_entropy, slices=3).step(x, target=words, losses=losses)
     assert furthest(taken([module]), expected) < 1e-12
     torch.testing.assert_close(losses, [loss.detach() for loss in whole], rtol=1e-12, atol=0)
-
-
-def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().sum()
-
-
-def root(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean().sqrt()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "loss_fn, options, told",
-    [
-        (summed, {}, r"the mean of its losses .* or, with scale_grads=False, a part of a sum"),
-        (root, {}, "the mean of its losses"),
-        (nn.functional.mse_loss, {"scale_grads": False}, r"the sum of its losses .* leave scale_grads out for a mean"),
-    ],
-)
-def test_losses_that_slices_do_not_make_up(loss_fn: Any, options: Any, told: str, dtype: torch.dtype) -> None:
-    """Before, a sum trained with 1/k of its gradients, without a word."""
-    torch.manual_seed(0)
-    module, (x, target) = Stage("lstm").to(dtype), batch_of(2, dtype=torch.float64)
-    stage = PipelineStage(module, 0, 1, "cpu", Loopback(1).rank(0))
-    schedule = Seq1F1B(stage, 2, loss_fn=loss_fn, slices=4, **options)
-    with pytest.raises(StageError, match=told):
-        schedule.step(x.to(dtype), target=target.to(dtype))
-    assert all(parameter.grad is None for parameter in module.parameters())
-
-
-def test_what_a_look_at_the_targets_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One read in a step, which waits for a device, and no loss for a new length, as nearly every step of padded data has."""
-    lengths, reads, read = [], list[int](), torch.Tensor.tolist
-    stage = PipelineStage(Head().double(), 0, 1, "cpu", Loopback(1).rank(0))
-
-    def loss_fn(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        lengths.append(logits.shape[1])
-        return cross_entropy(logits, words)
-
-    schedule = Seq1F1B(stage, 4, loss_fn=loss_fn, slices=2)
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: reads.append(tensor.numel()) or read(tensor))
-    for length in range(12, 17):
-        begun = len(lengths)
-        schedule.step(batch_of(4)[0][:, :1].repeat(1, length, 1), target=torch.arange(1, length + 1).remainder(6).repeat(8, 1) + 1)
-        if length > 12:
-            assert len(lengths) == begun + 8
-    assert [number for number in reads if number == 3 * 8] == [24] * 5 and 3 not in reads

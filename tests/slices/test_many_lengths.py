@@ -14,10 +14,8 @@ from torch.nn.utils.rnn import pack_sequence
 import bpipe
 from bpipe import FromPlan, Interleaved1F1B, Loopback, PipelineStage, Seq1F1B, TeraPipe
 from bpipe.errors import AgreementError, ConfigurationError, StageError
-from bpipe.model.call import CutBatch
 from bpipe.partition import slice_lengths
 from bpipe.schedules import build
-from bpipe.slices.slicing import Slicing
 from tests.ranks import run_ranks
 from tests.slices.models import WIDTH, stages_of
 from tests.slices.test_losses import Head, cross_entropy
@@ -302,7 +300,7 @@ def test_a_sequence_with_fewer_positions_than_slices(lengths: Any) -> None:
 def test_a_target_of_another_microbatch() -> None:
     given, targets = batches(POSITIONS)
     with pytest.raises(ConfigurationError, match=r"microbatch 0: the target has 4 positions and args\[0\] has 12"):
-        Pipeline([Seen()]).step(given, targets[::-1])
+        Pipeline([Seen()], options=bpipe.Options(loss_of_slices=True)).step(given, targets[::-1])
 
 
 def test_a_batch_that_is_cut_into_microbatches_here_has_one_length() -> None:
@@ -330,12 +328,6 @@ def test_a_microbatch_without_a_sequence() -> None:
         pipeline.loopback.eval(pipeline.schedules, arg_mbs=[(given[0],), (given[1][0, 0],), (given[2],), (given[3],)])
 
 
-def test_losses_of_slices_of_unknown_lengths() -> None:
-    given = CutBatch([()], [{}], [(torch.ones(2),)], are_alike=False)
-    with pytest.raises(ConfigurationError, match="nothing on the last stage's rank shows how long slices are"):
-        Slicing(3, target_spec=(None,)).cut(given)
-
-
 RAGGED = [torch.ones(6, WIDTH), torch.ones(4, WIDTH)] * 4
 
 
@@ -352,7 +344,8 @@ RAGGED = [torch.ones(6, WIDTH), torch.ones(4, WIDTH)] * 4
     ids=["packed", "jagged"],
 )
 def test_sequences_that_lie_one_behind_the_other(make: Any, told: str, where: str) -> None:
-    x, ragged, pipeline = torch.randn(8, 6, WIDTH), make(sorted(RAGGED, key=len, reverse=True)), Pipeline([Seen()])
+    x, ragged = torch.randn(8, 6, WIDTH), make(sorted(RAGGED, key=len, reverse=True))
+    pipeline = Pipeline([Seen()], options=bpipe.Options(loss_of_slices=True))
     args, target = (ragged if where == "args" else x), ragged if where == "the target" else x
     kwargs = {"scale": ragged} if where == "kwargs" else {}
     with pytest.raises(ConfigurationError, match=rf"microbatch 0: {where}.* {told}"):

@@ -21,9 +21,9 @@ from bpipe.passes.balance.balance import balance
 from bpipe.passes.communicate import computations_only
 from bpipe.plan.action import HOST
 from bpipe.schedules import Action, Costs, Destinations, Link, Op, Sizes, build, finish, simulate
+from bpipe.simulator.measured import Measured, merged
 from bpipe.simulator.timeline import Lane, Timeline
 from bpipe.tools.chrome import lines, save_trace
-from bpipe.tools.measured import Measured, merged
 from bpipe.tools.trace_record import Origin, load_trace
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import plans

@@ -119,7 +119,7 @@ ATTRIBUTES = {  # which are public
     ("a stage", "is_first, is_last"): "whether it has the model's inputs, or its outputs",
     ("a stage", "has_backward"): "whether the latest schedule that was made of it trains",
     ("a schedule", "n_local_stages"): "the number of this rank's stages",
-    ("a schedule", "scale_grads"): "may be set on all ranks between steps, but not with slices",
+    ("a schedule", "scale_grads"): "may be set on all ranks between steps",
     ("a schedule", "rank, pp_group_size, stage_index_to_group_rank"): "this process's number, p, and the rank of each stage",
     ("a schedule", "pipeline_order, pipeline_order_with_comms"): "torch's actions by rank, without idle moments; of a plan with "
     "evictions, torch has no words: use `schedule.plan`",
@@ -132,7 +132,7 @@ USED_BY = {  # of names that are private in torch: what it is, and the public tr
     ("a schedule", "_stage"): ("the stage, of a schedule of one stage per rank", f"{ACCELERATE}, {NEMO}"),
     ("a schedule", "_stages"): ("the list of stages, of the others", f"torchtitan's `models/common/dist_moe`, {NEMO}"),
     ("a schedule", "_n_microbatches"): ("m; if it is set on all ranks, the next step has a plan for it", ACCELERATE),
-    ("a schedule", "_loss_fn"): ("may be set on all ranks between steps, but not with slices", f"{ACCELERATE}, {NEMO}"),
+    ("a schedule", "_loss_fn"): ("may be set on all ranks between steps", f"{ACCELERATE}, {NEMO}"),
     ("a schedule", "_has_backward"): ("if it is set to False on all ranks, `step` evaluates", ACCELERATE),
     ("a schedule", "_args_chunk_spec"): ("may be set between steps", ACCELERATE),
     ("a schedule", "_kwargs_chunk_spec"): ("may be set between steps", f"{ACCELERATE}, {NEMO}"),

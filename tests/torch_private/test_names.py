@@ -31,6 +31,7 @@ ROOM = PACKAGE / "torch_private"
 COMMON = {"_modules", "_parameters", "_buffers"}
 REFUSED = PACKAGE / "model" / "of_torch_alone.py"
 OF_OTHERS = {"_replace", "_asdict", "_fields", "_DummyThread", "_ActionsContainer"}  # of Python's named tuples, threads, argparse
+OF_OTHERS |= {"_tied_weights_keys"}  # of Transformers
 PARTS_OF_TEXT = {"_slice_spec", "_out", "_id", "_ids", "_s", "_tensor_constant"}  # of names that bpipe or a model's author writes
 
 

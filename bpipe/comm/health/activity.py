@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import CommError
+from bpipe.flow.units import WHOLE, Units
 from bpipe.plan.action import HOST, RECEIVES, SHARDING, WAIT_OF
-from bpipe.plan.whereabouts import named
 from bpipe.schedules import Action, Plan
 
 __all__: list[str] = []
@@ -127,21 +127,21 @@ class Activity:
         return self.under_way or action_at(self.plan, self.status())
 
     @property
-    def slices(self) -> int:
-        """Into how many slices the plan under way cuts each sequence."""
-        return 1 if self.plan is None else self.plan.slices
+    def units(self) -> Units:
+        """Those of the plan under way."""
+        return WHOLE if self.plan is None else self.plan.units
 
     def place(self) -> str:
         """Describe the stage, microbatch and action under way; empty outside a step."""
         action = self.action()
         place = "" if action is None else self.place_of(action)
         if self.beside is not None and action != self.beside:
-            place += f" beside {self.beside.text(self.slices)}"
+            place += f" beside {self.beside.text(self.units)}"
         return f"fill job {self.filling}, {place}".removesuffix(", ") if self.filling else place
 
     def place_of(self, action: Action) -> str:
         """Describe an action of this rank in words."""
-        return f"stage {action.stage}, {self.unit}, action {action}" if self.unit else place_of(action, self.slices)
+        return f"stage {action.stage}, {self.unit}, action {action}" if self.unit else place_of(action, self.units)
 
     def is_waiting(self) -> bool:
         """Return whether this rank cannot go on without another one."""
@@ -161,7 +161,7 @@ def action_at(plan: Plan | None, status: Status) -> Action | None:
     return lane[status.position] if 0 <= status.position < len(lane) else None
 
 
-def place_of(action: Action, slices: int = 1) -> str:
-    """Describe an action in words; in a plan of several slices for each microbatch, with the slice."""
-    which = "" if action.op in SHARDING else f" {named(action.microbatch, slices)},"
-    return f"stage {action.stage},{which} action {action.text(slices)}"
+def place_of(action: Action, units: Units = WHOLE) -> str:
+    """Describe an action of a plan with these units in words."""
+    which = "" if action.op in SHARDING else f" {units.name(action.microbatch)},"
+    return f"stage {action.stage},{which} action {action.text(units)}"

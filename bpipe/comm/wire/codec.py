@@ -1,9 +1,9 @@
 """Encode the records that ranks send each other, except headers, which are frequent and have a separate format.
 
 A record is a NamedTuple. It travels as a JSON array of its type's name and its fields, bytes in hexadecimal digits, a record or
-dataclass inside it as an array of fields, and Python's `array` as one of numbers, with null for nan. What arrives is checked
-against the types of the fields once, in `decode`, so that nothing else has to doubt it: text can be shown on a terminal. Nothing
-is unpickled.
+dataclass inside it as an array of fields, and Python's `array` as one of numbers, with null for nan. A dataclass with a method
+`read`, which returns one of several types, travels with the name of its type, too. What arrives is checked against the types of the
+fields once, in `decode`, so that nothing else has to doubt it: text can be shown on a terminal. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 Record = TypeVar("Record", bound=tuple[Any, ...])
 T = TypeVar("T")
-Read = Callable[[Any], Any]  # checks a JSON value and converts it; raises a ValueError, TypeError or OverflowError
+Read = Callable[[Any], Any]  # checks a JSON value and converts it; raises a ValueError, TypeError, LookupError or OverflowError
 
 MAX_BYTES = 2**18  # of a record
 MAX_INT = 2**64  # which is more than any field holds; Python's integers have no end
@@ -40,7 +40,9 @@ def _plain(value: Any) -> Any:
     """Return bytes as text, and an array or a dataclass as a list; raise a TypeError for anything else."""
     if isinstance(value, array):
         return [None if number != number else number for number in value]
-    return value.hex() if isinstance(value, bytes) else [getattr(value, field.name) for field in fields(value)]
+    if isinstance(value, bytes):
+        return value.hex()
+    return [type(value).__name__] * hasattr(value, "read") + [getattr(value, field.name) for field in fields(value)]
 
 
 def decode_text(data: bytes) -> str:
@@ -67,7 +69,7 @@ def decode(kind: type[Record], data: bytes, what: str, most_bytes: float = MAX_B
         if name != kind.__name__:
             raise ValueError(f"it is of type {name!r:.40}")
         return read_record(kind, values)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
         raise CommError(f"{len(data)} bytes that start {data[:24]!r} are not a valid {what}: {error!s:.200}") from error
 
 
@@ -97,7 +99,8 @@ def _read_of(hint: Any) -> Read:
         return partial(_mapping, *map(_read_of, args))
     if issubclass(hint, IntEnum):
         return lambda value: hint(_integer(value))
-    return {bool: _boolean, int: _integer, float: _number, str: _text, bytes: _bytes}.get(hint) or partial(read_record, hint)
+    read = getattr(hint, "read", None) or partial(read_record, hint)
+    return {bool: _boolean, int: _integer, float: _number, str: _text, bytes: _bytes}.get(hint, read)
 
 
 def read_record(kind: Callable[..., T], values: Any) -> T:

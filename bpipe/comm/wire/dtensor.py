@@ -37,7 +37,7 @@ def local(tensor: Any) -> torch.Tensor:
     return own
 
 
-def describe(tensor: Any, path: str, where: str) -> dict[str, Any]:
+def describe(tensor: Any, path: str, where: object) -> dict[str, Any]:
     """Describe the mesh, placements, global shape and stride of a DTensor, as JSON values.
 
     Args:
@@ -58,7 +58,7 @@ def describe(tensor: Any, path: str, where: str) -> dict[str, Any]:
     }
 
 
-def _code(placement: Any, path: str, where: str) -> int | None:
+def _code(placement: Any, path: str, where: object) -> int | None:
     """Return the dimension along which a placement shards; None if every rank has the whole."""
     if placement.is_replicate():
         return None

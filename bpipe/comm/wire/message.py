@@ -85,12 +85,12 @@ def _text_of(spec: MessageSpec) -> str:
     return f"{printable(spec.tree)} of ({', '.join(map(str, spec.tensors))})"
 
 
-def flatten_message(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
+def flatten_message(value: Any, where: object) -> tuple[str, list[torch.Tensor]]:
     """Split a stage's output into its pytree and its tensors; a DTensor contributes this rank's shard.
 
     Args:
         value: tensors, None, bool, int, float, str, and tuples, lists and dicts of these.
-        where: the stage and microbatch, for messages.
+        where: its text names the stage and microbatch, for messages.
 
     Raises:
         StageError: it contains something that cannot be sent.
@@ -102,7 +102,7 @@ def flatten_message(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
     return json.dumps(_describe(value, "output", where, tensors)), tensors
 
 
-def _describe(part: Any, path: str, where: str, tensors: list[torch.Tensor]) -> Any:
+def _describe(part: Any, path: str, where: object, tensors: list[torch.Tensor]) -> Any:
     """Describe a part of a pytree, and append its tensors. This is not a closure, because a recursive one would keep them alive."""
     if isinstance(part, torch.Tensor) and is_dtensor(part):
         return {"dtensor": [describe(part, path, where), _describe(shard_of(part), path, where, tensors)]}
@@ -122,7 +122,7 @@ def _describe(part: Any, path: str, where: str, tensors: list[torch.Tensor]) -> 
     )
 
 
-def _check_sendable(tensor: torch.Tensor, path: str, where: str) -> None:
+def _check_sendable(tensor: torch.Tensor, path: str, where: object) -> None:
     is_plain = type(tensor) is torch.Tensor
     is_wrapper = not is_plain and hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "trigger_wait")  # such as a DTensor
     is_special = tensor.is_quantized or tensor.is_nested or is_wrapper or tensor.device.type == "meta"

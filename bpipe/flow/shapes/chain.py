@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from bpipe.flow.flow import BACKWARD, FORWARD, Edge, Flow, Kind, Node, Shape
 from bpipe.flow.shaping import are_numbers, is_count
+from bpipe.flow.units import WHOLE
 
 __all__: list[str] = []
 
@@ -39,7 +40,7 @@ def shape(flow: None, stage_ranks: tuple[int, ...], num_microbatches: int, has_b
         stage_ranks=stage_ranks,
         parts=tuple(parts),
         num_microbatches=num_microbatches,
-        slices=1,
+        units=WHOLE,
         routes=tuple((part,) for part in parts),
         nodes=(*forwards, *backwards) if has_backward else tuple(forwards),
         edges=tuple(edges),

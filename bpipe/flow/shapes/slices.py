@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from bpipe.flow.flow import Edge, Flow, Kind, Shape
 from bpipe.flow.shaping import is_count
+from bpipe.flow.units import Units
 
 __all__: list[str] = []
 
@@ -23,8 +24,8 @@ def shape(flow: Flow, slices: int) -> Flow:
     Raises:
         ValueError: there is none, or the microbatches are cut already.
     """
-    if not is_count(slices) or flow.slices > 1:
-        of = "a microbatch" if flow.slices == 1 else "slices"
+    if not is_count(slices) or flow.units.are_slices:
+        of = "slices" if flow.units.are_slices else "a microbatch"
         raise ValueError(f"{slices!r:.200} slices of {of}: expected at least 1, of whole microbatches")
     state = tuple(Edge(node, node, Kind.STATE) for node in flow.nodes)
-    return replace(flow, slices=slices, edges=flow.edges + state, shapes=(*flow.shapes, Shape("slices", (slices,))))
+    return replace(flow, units=Units(slices), edges=flow.edges + state, shapes=(*flow.shapes, Shape("slices", (slices,))))

@@ -52,10 +52,11 @@ class Bundle:
 
     def messages(self) -> list[torch.Tensor]:
         """Return the messages to send, uint8 [size] each, and empty the small storages, which the last message copies."""
-        shared = [torch.cat([as_bytes(storage) for storage in self._small])] if self._small else []
+        messages = [as_bytes(storage) for storage, _ in self._large]
+        messages += [torch.cat([as_bytes(storage) for storage in self._small])] if self._small else []
         for storage in self._small:  # only after the copy: this frees their bytes
             storage.resize_(0)
-        return [as_bytes(storage) for storage, _ in self._large] + shared
+        return messages
 
     def empty(self) -> None:
         """Free the large storages too; the bytes must have arrived.

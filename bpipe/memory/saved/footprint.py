@@ -56,7 +56,8 @@ class Footprint(NamedTuple):
         if num_parts:
             parts = (*parts[: num_parts - 1], sum(parts[num_parts - 1 :]), *[0] * (num_parts - 1 - len(parts)))
         fixed = self.own_bytes - self.movable_bytes
-        amounts = [one._replace(kept=min(one.kept, self.own_bytes)) for one in self.amounts if one.name != STATE]
+        least = {one: (min(one.kept, self.own_bytes), min(one.joint_kept, self.own_bytes)) for one in self.amounts}
+        amounts = [one._replace(kept=kept, joint_kept=both) for one, (kept, both) in least.items() if one.name != STATE]
         amounts += [Amount(STATE, min(one.num_bytes, fixed)) for one in self.amounts if one.name == STATE]
         return StageSizes(parts=parts, fixed=fixed, between=self.between_bytes, amounts=tuple(amounts))
 
@@ -87,8 +88,10 @@ def spanning(one: Footprint, other: Footprint) -> Footprint:
 
 def amount_of(name: str, value: MessageBytes, gradient: int, own: Container[int], sent: MessageBytes) -> Amount:
     """Return the bytes of a value with a name on a stage that makes or uses it, given the storages that it saved and its output."""
-    joint = sum(size for key, (_, size) in value.storages.items() if key in sent.storages and key not in own)
-    return Amount(name, value.num_bytes, value.among(own), joint, gradient)
+    both = MessageBytes(0, {key: one for key, one in value.storages.items() if key in sent.storages})
+    kept = both.among(own)
+    joint = sum(size for key, (_, size) in both.storages.items() if key not in own)
+    return Amount(name, value.num_bytes, value.among(own), joint, gradient, kept)
 
 
 def _largest(amounts: Iterable[Amount]) -> tuple[Amount, ...]:
@@ -102,18 +105,19 @@ def _largest(amounts: Iterable[Amount]) -> tuple[Amount, ...]:
             num_bytes=max(one.num_bytes for one in found),
             kept=min(one.kept for one in found),
             joint=min(one.joint for one in found),
+            joint_kept=min(one.joint_kept for one in found),
             gradient=None if all(one.gradient is None for one in found) else max(one.gradient_bytes for one in found),
         )
         for name, found in sorted(by_name.items())
     )
 
 
-def covering(slices: Sequence[Iterable[StageSizes]]) -> tuple[StageSizes, ...]:
-    """Return sizes for each slice of a microbatch on a stage that none of those given for it exceed, all with as many parts.
+def covering(units: Sequence[Iterable[StageSizes]]) -> tuple[StageSizes, ...]:
+    """Return sizes for each unit of a microbatch on a stage that none of those given for it exceed, all with as many parts.
 
     If they do not say the same of the gradients of states, these count as if they came with the forward whose state it is.
     """
-    given = [list(dict.fromkeys(sizes)) for sizes in slices]
+    given = [list(dict.fromkeys(sizes)) for sizes in units]
     are_alike = all(len({(one[GIVEN], one[COLLECTED]) for one in sizes}) == 1 for sizes in given)
     if not are_alike or not gradients_are_collected([sizes[0] for sizes in given]):
         given = [list(map(_with_gradients_of_states, sizes)) for sizes in given]

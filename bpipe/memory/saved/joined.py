@@ -1,8 +1,7 @@
 """Join the pieces of what earlier slices have left, so that autograd saves the pieces and not what they were joined to.
 
 Slices share their pieces, but each slice would save a joined tensor of its own: k slices together would save keys and values
-(k + 1) / 2 times. So a joined tensor that is saved is replaced by its
-pieces, and joined again when the backward asks for it.
+(k + 1) / 2 times. So a joined tensor that is saved is replaced by its pieces, and joined again when the backward asks for it.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.errors import SavedTensorError
+from bpipe.memory.saved.saved_tensor import FORGOTTEN, Saved, untraced
 from bpipe.torch_private.owners_and_versions import address_of, version_of
 
 __all__: list[str] = []
@@ -81,12 +81,18 @@ class Joined:
         self._versions = [version_of(piece) for piece in self.pieces]
         self._layout = view.size(), view.stride(), view.storage_offset()
 
+    def forget(self) -> None:
+        """Release the pieces: no backward will ask for them again."""
+        self.pieces = ()
+
     def join(self) -> torch.Tensor:
         """Join the pieces again.
 
         Raises:
-            SavedTensorError: a piece was changed in place.
+            SavedTensorError: a piece was changed in place, or they are released.
         """
+        if not self.pieces:
+            raise SavedTensorError(FORGOTTEN)
         if [version_of(piece) for piece in self.pieces] != self._versions:
             raise SavedTensorError(
                 "a piece of a joined tensor was modified in place after a slice had saved it for its backward: "
@@ -110,6 +116,25 @@ def joined_again(saved: Any) -> Any:
     return saved.join() if isinstance(saved, Joined) else saved
 
 
+def _pack(tensor: torch.Tensor) -> Joined | Saved:
+    value = in_pieces(tensor)
+    if isinstance(value, Joined):
+        return value
+    saved = Saved(value, 0)  # an operation that saved its own result, and not an alias, would keep itself alive
+    if saved.tensor is not tensor:
+        vars(saved.tensor).update(vars(tensor))
+    return saved
+
+
+def _unpack(saved: Joined | Saved) -> torch.Tensor:
+    if isinstance(saved, Joined):
+        return saved.join()
+    if saved.is_forgotten:
+        raise SavedTensorError(FORGOTTEN)
+    saved.check_unchanged("a slice")  # where hooks are set, torch does not look
+    return saved.tensor
+
+
 @contextmanager
 def keeping_pieces(*, sets_hooks: bool) -> Iterator[Casts]:
     """Run a slice's forward: what it joins is saved in pieces. Yields what it casts.
@@ -121,7 +146,7 @@ def keeping_pieces(*, sets_hooks: bool) -> Iterator[Casts]:
     before, casts = (_JOINS.current, _JOINS.casts), Casts()
     _JOINS.current, _JOINS.casts = {}, casts
     try:
-        with torch.autograd.graph.saved_tensors_hooks(in_pieces, joined_again) if sets_hooks else nullcontext():
+        with torch.autograd.graph.saved_tensors_hooks(untraced(_pack), untraced(_unpack)) if sets_hooks else nullcontext():
             yield casts
     finally:
         _JOINS.current, _JOINS.casts = before

@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from bpipe.memory.saved.nodes import saved_by
-from bpipe.memory.saved.stash import Saved
+from bpipe.memory.saved.saved_tensor import Saved
 
 __all__: list[str] = []
 

@@ -16,7 +16,8 @@ from torch.autograd.graph import Node
 
 from bpipe.memory.saved.attributes import Kept, tensors_kept_in
 from bpipe.memory.saved.nodes import saved_by
-from bpipe.memory.saved.stash import Cached, Saved
+from bpipe.memory.saved.saved_tensor import Saved
+from bpipe.memory.saved.stash import Cached
 from bpipe.model.pytree import flattened
 from bpipe.torch_private.owners_and_versions import version_of
 

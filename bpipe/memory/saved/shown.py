@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from bpipe.memory.saved.attributes import kept_by_functions
 from bpipe.memory.saved.nodes import saved_by
-from bpipe.memory.saved.stash import Saved
+from bpipe.memory.saved.saved_tensor import Saved
 from bpipe.memory.saved.storages import storages_of
 from bpipe.torch_private.owners_and_versions import address_of
 

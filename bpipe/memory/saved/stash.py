@@ -6,13 +6,12 @@ it goes. A storage may move if the saved tensors are its only owners: then no co
 
 from __future__ import annotations
 
-import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,59 +19,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bpipe.errors import SavedTensorError, StageError, text_of
 from bpipe.memory.saved.attributes import Kept, tensors_kept_in
 from bpipe.memory.saved.joined import in_pieces, joined_again
-from bpipe.memory.saved.storages import Group, Held, Storage, grouped, keys_of, num_tensors, shares_parts, storages_of
+from bpipe.memory.saved.saved_tensor import FORGOTTEN, Packed, Saved, shape_of, untraced
+from bpipe.memory.saved.storages import Group, Held, Storage, grouped, keys_of, num_tensors, storages_of
 from bpipe.torch_private.engine_and_graph import Hooks, OwnPackHook, hooks_around
-from bpipe.torch_private.owners_and_versions import FOLLOWS, address_of, version_of
+from bpipe.torch_private.owners_and_versions import FOLLOWS, address_of
 
 __all__: list[str] = []
 
 
 PACKED = "packed by a saved-tensor hook around the step, into an object that is not a tensor"
-FORGOTTEN = "a stage's graph is used a second time, after its backward. Compute shared values again in each forward."
-
-
-def _untraced(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Keep torch.compile away from a hook, which is called where a module that it compiles runs eagerly."""
-    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
-
-
-class Saved:
-    """The object that a saved-tensor hook hands to autograd: an alias of the tensor, its version, and its place in saving order.
-
-    The tensor itself, as long as it has an owner, and its attributes are for the custom Function that saves it, if one does.
-    """
-
-    __slots__ = ("__weakref__", "attributes", "is_away", "is_forgotten", "is_no_alias", "order", "original", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, order: int) -> None:
-        self.order, self.is_away, self.is_forgotten = order, False, False
-        self.original: weakref.ref[torch.Tensor] | None = None
-        self.attributes: dict[str, Any] = {}
-        self.tensor = tensor if tensor.is_leaf and isinstance(tensor, torch.nn.Parameter) else tensor.detach()
-        self.version = version_of(tensor)
-        self.is_no_alias = type(tensor) is not torch.Tensor and shares_parts(self.tensor, tensor)
-
-    @property
-    def guard(self) -> Saved:
-        """The saved tensor that is asked for before this one can be used."""
-        return self
-
-    def forget(self) -> None:
-        """Release the memory: no backward will ask for it again."""
-        self.tensor, self.is_forgotten = torch.empty(0, device="cpu"), True
-
-
-class Packed:
-    """The result of the user's own pack hook, if that is not a tensor: it does not move."""
-
-    __slots__ = ("is_forgotten", "order", "value")
-
-    def __init__(self, value: Any, order: int) -> None:
-        self.value, self.order, self.is_forgotten = value, order, False
-
-    def forget(self) -> None:
-        """Release the value: no backward will ask for it again."""
-        self.value, self.is_forgotten = None, True
 
 
 class Cached(NamedTuple):
@@ -187,10 +142,10 @@ class Stash:
             yield
             return
         self._users = hooks_around()
-        pack = OwnPackHook(_untraced(self._pack))
+        pack = OwnPackHook(untraced(self._pack))
         if self._users is not None:
             pack.set_users(self._users)
-        with following(self.name), torch.autograd.graph.saved_tensors_hooks(pack, _untraced(self._unpack)):
+        with following(self.name), torch.autograd.graph.saved_tensors_hooks(pack, untraced(self._unpack)):
             yield
 
     def _pack(self, tensor: torch.Tensor) -> Saved | Packed:
@@ -215,7 +170,7 @@ class Stash:
         if saved.is_forgotten:
             raise SavedTensorError(FORGOTTEN)
         if isinstance(saved, Saved):
-            self._check_unchanged(saved)
+            saved.check_unchanged(self.name)
         value = saved.value if isinstance(saved, Packed) else self._alias(saved)
         if self._is_later_slice:
             value = joined_again(value)
@@ -228,14 +183,6 @@ class Stash:
                 "Run no backward of your own through a stage between its forward and its backward."
             )
         return saved.tensor if isinstance(saved.tensor, torch.nn.Parameter) else saved.tensor.detach()
-
-    def _check_unchanged(self, saved: Saved) -> None:
-        if version_of(saved.tensor) != saved.version:
-            raise SavedTensorError(
-                f"a tensor saved for the backward of {self.name} was modified in place: shape {_shape_of(saved.tensor)}, "
-                f"{saved.tensor.dtype}, version {version_of(saved.tensor)}, expected {saved.version}. "
-                "Replace the in-place operation, or clone the tensor before it."
-            )
 
     def set_apart(self, tensors: Iterable[torch.Tensor], reason: str) -> None:
         """Treat tensors as non-activations as long as they live: copies that stand in for tensors known to be none."""
@@ -254,7 +201,7 @@ class Stash:
     def leave(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note tensors that later slices of the sequence get: they cannot move, and stay until this slice's backward."""
         found = [storage for tensor in tensors for storage in storages_of(tensor)]
-        self._left = {address_of(storage): (StorageWeakRef(storage), storage.nbytes()) for storage in found}
+        self._left |= {address_of(storage): (StorageWeakRef(storage), storage.nbytes()) for storage in found}
 
     def lend(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note tensors that the next stage, on this rank, gets: they cannot move, because that stage may save them too."""
@@ -305,6 +252,11 @@ class Stash:
                 contents.state_bytes += num_bytes
         return contents
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that are saved now."""
+        return [saved.tensor for saved in self._alive()]
+
     def _groups(self) -> dict[int, Group[Saved]]:
         """Group saved and not yet freed tensors by storage, in the order of saving."""
         return grouped(self._alive())
@@ -322,7 +274,7 @@ class Stash:
         for tensor, reason in [(tensor, one.reason) for one in (*self.kept, *self._packed) if (tensor := one.tensor()) is not None]:
             for storage in storages_of(tensor):
                 if storage.nbytes() and not self._is_known(address_of(storage)):
-                    found[address_of(storage)] = (storage, Held(_shape_of(tensor), tensor.dtype, storage.nbytes(), reason))
+                    found[address_of(storage)] = (storage, Held(shape_of(tensor), tensor.dtype, storage.nbytes(), reason))
         return found
 
     def _is_elsewhere(self, device: torch.device) -> bool:
@@ -381,14 +333,9 @@ def following(name: str) -> Iterator[None]:
         ) from error
 
 
-def _shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return a tensor's shape; of a nested one, whose parts have shapes of their own, the number of parts."""
-    return (tensor.size(0),) if tensor.is_nested else tuple(tensor.shape)
-
-
 def _held(group: Group[Saved], reason: str) -> Held:
     tensor = group.saved[0].tensor
-    return Held(_shape_of(tensor), tensor.dtype, group.storage.nbytes(), reason)
+    return Held(shape_of(tensor), tensor.dtype, group.storage.nbytes(), reason)
 
 
 def is_on(one: torch.device, device: torch.device) -> bool:

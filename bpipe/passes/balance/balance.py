@@ -23,13 +23,13 @@ from bpipe.simulator.costs import Costs
 __all__ = ["balance"]
 
 
-def default_slots(num_stages: int, slices: int = 1) -> int:
+def default_slots(num_stages: int, k: int = 1) -> int:
     """Return ceil((p+2)/2), the most that any rank holds when p stages are balanced in pairs (Kim et al., ICML 2023).
 
     Stages x and p-1-x hold (p-x) + (x+1) = p+1 microbatches at their peaks, and one in flight counts at both ends.
     With k slices per microbatch they hold (k+p-1-x) + (k+x) = 2k+p-1 slices, which makes k + ceil(p/2).
     """
-    return slices + (num_stages + 1) // 2
+    return k + (num_stages + 1) // 2
 
 
 def balance(
@@ -108,7 +108,7 @@ def by_count(plan: Plan, to: Destinations | None = None) -> Plan:
     """
     if plan.num_stages == plan.num_ranks:
         with suppress(BudgetError):
-            return balance(plan, slots=default_slots(plan.num_stages, plan.slices), to=to)
+            return balance(plan, slots=default_slots(plan.num_stages, plan.units), to=to)
     lowest = balance(plan, sizes=Sizes.of([1] * plan.num_stages, num_ranks=plan.num_ranks), to=to)
     slots = (None,) * plan.num_ranks if lowest.budgets is None else lowest.budgets
     return replace(lowest, sizes=None, budgets=None, slots=slots)

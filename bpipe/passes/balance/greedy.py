@@ -69,7 +69,7 @@ class GreedyEviction:
         self._num_away: defaultdict[Which, int] = defaultdict(int)  # parts evicted of each microbatch
         self._full: set[Which] = set()  # microbatches of which no more parts may leave
         self._is_even = not are_uneven(self.sizes)
-        self._num_slices = len({slice_ for _, slice_ in self.sizes})
+        self._k = len({unit for _, unit in self.sizes})
 
     @property
     def peak(self) -> int:
@@ -82,7 +82,7 @@ class GreedyEviction:
         for t, (saved, no_longer) in enumerate(zip(self.rank.saved, self.rank.needed)):
             if saved:
                 stage, unit, _ = saved[0]
-                sizes = self.sizes[stage, unit % self._num_slices]
+                sizes = self.sizes[stage, unit % self._k]
                 self._live.update((part, size) for part, size in zip(saved, sizes) if size)
             while occupied[t] > limit:
                 if not self._evict_before(t):

@@ -25,7 +25,7 @@ def outcome(plan: Plan) -> str:
     evictions = [action for lane in plan.actions for action in lane if action.op is Op.EVICT]
     to_hosts = sum(map(plan.sizes.moved, (action for action in evictions if action.peer == HOST)))
     return (
-        f"moves {moved} of {plan.num_stages * plan.num_units} {'slices' if plan.slices > 1 else 'microbatches'} of a stage, "
+        f"moves {moved} of {plan.num_stages * plan.num_units} {'slices' if plan.units.are_slices else 'microbatches'} of a stage, "
         f"{show_bytes(sum(map(plan.sizes.moved, evictions)))} each way"
         + f", {show_bytes(to_hosts)} of it to hosts" * bool(to_hosts)
         + f"; by the plan, the most on each device was {show_each(before)}, and is {show_each(plan.device_peak_bytes)}"

@@ -85,10 +85,10 @@ class Problem:
         return self.to.host != "no" or len(known) < len(budgets) or sum(peak - budget for peak, budget in known) <= 0
 
     def _parts(self, rank: int) -> PartSizes:
-        by_slice = (None,) if self.plan.sizes is None else self.plan.sizes.by_slice
+        by_unit = (None,) if self.plan.sizes is None else self.plan.sizes.by_unit
         return {
-            (stage, slice_): (1,) if stages is None else stages[stage].parts
-            for slice_, stages in enumerate(by_slice)
+            (stage, unit): (1,) if stages is None else stages[stage].parts
+            for unit, stages in enumerate(by_unit)
             for stage in self.plan.stages_of(rank)
         }
 

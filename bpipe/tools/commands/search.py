@@ -83,8 +83,6 @@ def _families(plans: Sequence[Plan], args: argparse.Namespace) -> list[Family]:
 def _setting(plan: Plan, args: argparse.Namespace) -> Setting:
     costs = costs_of(args, plan)
     costs.check(plan)
-    if args.by == "recompute" and plan.flow.has_asides:
-        raise ConfigurationError("--by recompute counts no bytes of skips: leave --by out, or give --by evict")
     budgets = budgets_of("--budget", args.budget, plan.num_ranks)
     to = Destinations(nodes=costs.nodes, host=args.host or "no")
     return Setting(

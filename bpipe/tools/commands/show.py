@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from bpipe.errors import ConfigurationError
-from bpipe.parallel.directions import directions_of
+from bpipe.flow.shape_arguments import directions_of
 from bpipe.passes.balance.outcome import unbalanced_peaks
 from bpipe.plan.grid import head, num_fitting, rows
 from bpipe.schedules import Plan

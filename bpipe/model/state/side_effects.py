@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from bpipe.device.generators import PYTHON, TORCH, GlobalNumPy, are_equal, source_of, torch_on
 from bpipe.memory.saved.storages import as_bytes, storages_of
 from bpipe.model.pytree import attributes_of
-from bpipe.recomputation.checksums import sum_of_memory
+from bpipe.model.state.checksums import sum_of_memory
 from bpipe.torch_private.modules import OF_ALL
 from bpipe.torch_private.owners_and_versions import address_of
 

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from bpipe.device.generators import Source, source_of
 from bpipe.model.pytree import slots_of
-from bpipe.recomputation.contents import ATOMS, Container, Contents, are_same, shown, values_in, values_in_script, values_in_slots
+from bpipe.model.state.contents import ATOMS, Container, Contents, are_same, shown, values_in, values_in_script, values_in_slots
 from bpipe.torch_private.modules import FORWARD, OF_ALL, REPEATING, hooks_of, script_of, script_state
 
 __all__: list[str] = []

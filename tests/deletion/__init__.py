@@ -1,0 +1,1 @@
+"""bpipe without one of its rooms: `python -m tests.deletion`."""

@@ -1,0 +1,1 @@
+"""Shapes of plans in pairs: what each pair does in training."""
