@@ -148,4 +148,4 @@ def test_what_only_the_user_can_judge_is_warned_of_once(name: str, caplog: pytes
     pipeline.step()
     pipeline.step()
     (record,) = caplog.records
-    assert "stages 0 and 2 are twins, on ranks 0 and 1, and have other attributes or hooks" in record.getMessage()
+    assert "stages 0 and 2 are twins, on ranks 0 and 1, and have other attributes, buffers or hooks" in record.getMessage()

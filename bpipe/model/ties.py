@@ -12,12 +12,14 @@ from torch import nn
 
 from bpipe.errors import ConfigurationError
 from bpipe.memory.saved.spans import Span, is_plain
+from bpipe.model.state.reachable import Reachable
 from bpipe.torch_private.modules import WRAPPERS
 from bpipe.torch_private.owners_and_versions import address_of
 
 __all__: list[str] = []
 
 MARK = "_bpipe_ties"  # the attribute of a module that was cut from a model some of whose stages share weights
+GUARD = "_bpipe_guard"  # the attribute of a weight whose gradients are refused
 SUMS = "_bpipe_sums"  # the attribute of a weight whose gradients `TiedWeights` sum
 STATISTICS = "running_mean"  # the buffer of a module that its forward changes in place, as BatchNorm's
 Trained = Callable[[Sequence[nn.Module], Iterable[Any]], Sequence[torch.Tensor]]  # the parameters that train in place of others
@@ -40,11 +42,25 @@ class Tie(NamedTuple):
         return self.is_one and not any(name.endswith(STATISTICS) for names in self.names.values() for name in names)
 
 
+class HiddenWeight(NamedTuple):
+    """A parameter that a stage may use, from a list, say, and that is registered on another stage alone.
+
+    Args:
+        stage: that other one.
+        name: its name there.
+    """
+
+    stage: int
+    name: str
+    weight: nn.Parameter
+
+
 class Ties(NamedTuple):
     """What a stage's module shares with other stages of the model that it was cut from."""
 
     stage: int
     shared: list[Tie]
+    hidden: list[HiddenWeight]
 
 
 class TiedParameter(NamedTuple):
@@ -81,7 +97,18 @@ def mark_ties(parts: Sequence[Any], shared: Sequence[Tie] | None = None) -> None
     """
     shared = list(shared_by(parts) if shared is None else shared)
     for stage, part in enumerate(parts):  # a stage that shares nothing, too: what its model names is not shared then
-        setattr(part, MARK, Ties(stage, [tie for tie in shared if stage in tie.names]))
+        setattr(part, MARK, Ties(stage, [tie for tie in shared if stage in tie.names], [*_hidden_in(part, parts)]))
+
+
+def _hidden_in(part: nn.Module, parts: Sequence[nn.Module]) -> Iterator[HiddenWeight]:
+    """Yield the parameters of other stages that attributes of a stage's modules lead to."""
+    reached = Reachable([part])
+    found = {id(one): one for one in (*reached.tensors.values(), *(one for _, one in reached.parameters))}
+    own = {id(one) for one in part.parameters()}
+    for stage, other in enumerate(parts):
+        for name, parameter in other.named_parameters():
+            if id(parameter) in found and id(parameter) not in own:
+                yield HiddenWeight(stage, name, parameter)
 
 
 def shared_by(parts: Sequence[nn.Module]) -> Iterator[Tie]:
@@ -181,8 +208,11 @@ def check_ties(
         if (cut := _cut_in(module)) is None:
             continue
         ties: Ties = vars(cut)[MARK]
+        begin = number - ties.stage  # of the model among the stages: there may be one for each direction, or replica
+        for hidden in ties.hidden if are_alone else ():
+            if begin + hidden.stage not in modules:
+                _refuse_gradients(hidden, ties.stage)
         for tie in ties.shared:
-            begin = number - ties.stage  # of the model among the stages: there may be one for each direction, or replica
             here = {begin + stage: names for stage, names in tie.names.items() if begin + stage in modules}
             elsewhere = [stage for stage in tie.names if begin + stage not in modules]
             own = [one for name in tie.names[ties.stage] for one in _named(cut, name) if _is_trained(cut, name, one)]
@@ -197,6 +227,23 @@ def check_ties(
             is_apart = is_apart and not all(map(is_summed, trained(list(cut.modules()), own)))
             if is_apart or not _are_one(own, here, modules):
                 raise ConfigurationError(_refusal(tie, ties.stage, elsewhere, is_weight=any(one.requires_grad for one in own)))
+
+
+def _refuse_gradients(hidden: HiddenWeight, stage: int) -> None:
+    """Let a backward raise that gives a hidden weight a gradient: it may also be reached and never used, as through a parent."""
+    weight = hidden.weight
+    if not weight.requires_grad or hasattr(weight, GUARD):
+        return
+
+    def refuse(gradient: torch.Tensor) -> None:
+        if not is_summed(weight):
+            raise ConfigurationError(
+                f"{hidden.name!r} of stage {hidden.stage} got a gradient on stage {stage}, which keeps it where parameters() does "
+                "not find it, as in a list, and each process would train a copy of its own. Make its module an attribute of "
+                f"stage {stage}'s, too, before the model is cut, make a bpipe.TiedWeights of it, or put these stages on one rank"
+            )
+
+    setattr(weight, GUARD, weight.register_hook(refuse))
 
 
 def _refusal(tie: Tie, stage: int, elsewhere: Sequence[int], *, is_weight: bool) -> str:

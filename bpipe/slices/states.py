@@ -18,8 +18,8 @@ from bpipe.memory.saved.joined import Casts, keeping_pieces
 from bpipe.memory.saved.storages import MessageBytes
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.state.reachable import Reachable
+from bpipe.slices.graph_check import NORM, check_graph
 from bpipe.slices.randomness import Randomness, roots_of
-from bpipe.slices.reentrant import check_checkpoints
 from bpipe.torch_private.owners_and_versions import version_of
 
 __all__: list[str] = []
@@ -189,17 +189,14 @@ class Sequences:
                 "dropout to 0, or train without slices"
             )
         if found.norm:
-            raise StageError(
-                f"{name} ran {found.norm} in its forward (BatchNorm or InstanceNorm?), whose statistics are those of a slice and "
-                "not of the whole sequence: normalise by features, as LayerNorm does, or train without slices"
-            )
+            raise StageError(NORM.format(name, found.norm))
 
     def take(self, result: object, state: MicrobatchState, casts: Casts) -> tuple[Any, list[torch.Tensor]]:
         """Return the output in a stage's result, and its state for later slices, in which what was cast stands for what it was."""
         output, tree, tensors = split_result(result, state.name)
         tensors = [casts.get(id(tensor), (None, tensor))[1] for tensor in tensors]
         if state.microbatch == 1 and self._has_backward:  # the first one with an earlier slice; the others are alike
-            check_checkpoints(tensors_in(output), tensors, state.name)
+            check_graph(tensors_in(output), tensors, state.name)
         if state.microbatch % self._slices < self._slices - 1:
             left = SliceState.of(tree, tensors, keeps_copies=state.microbatch < self._slices)
             if state.left is not None:  # a second forward makes the same again, which its graph may have saved

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import xor
 from typing import Any
+from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
@@ -19,12 +21,13 @@ from bpipe.comm.health.agreement import RoomRecord, StepRecord
 from bpipe.errors import AgreementError, ConfigurationError
 from bpipe.flow.shape_arguments import directions_of
 from bpipe.model.stage import ModuleSnapshot
-from bpipe.model.state.checksums import own_checksum
+from bpipe.model.state.checksums import checksum_of, own_checksum
+from bpipe.model.ties import STATISTICS
 from bpipe.parallel.fsdp import trained
 from bpipe.parallel.replicas import gradient_bytes
 from bpipe.plan.plan import Plan
 from bpipe.torch_private.modules import OF_ALL, SEES_HOOKS, hooks_of
-from bpipe.torch_private.owners_and_versions import hooks_on
+from bpipe.torch_private.owners_and_versions import hooks_on, version_of
 
 __all__: list[str] = []
 
@@ -139,7 +142,7 @@ class TwinRecord(RoomRecord):
     Args:
         weights: of the stages' weights, in some steps with their values.
         kinds: of what decides what their modules compute.
-        settings: of what else may decide it: the user's attributes, and hooks.
+        settings: of what else may decide it: the user's attributes, hooks, and in some steps tables.
         is_changed: whether a module has changed since the step before.
     """
 
@@ -167,8 +170,8 @@ class TwinRecord(RoomRecord):
     def doubts(cls, records: Sequence[StepRecord], depth: int) -> Iterator[str]:
         if found := _unlike(records, "settings"):
             yield (
-                "stages {} and {} are twins, on ranks {} and {}, and have other attributes or hooks: if these change what a stage "
-                "computes, the gradients are of two different models; give both the same".format(*found)
+                "stages {} and {} are twins, on ranks {} and {}, and have other attributes, buffers or hooks: if these change "
+                "what a stage computes, the gradients are of two different models; give both the same".format(*found)
             )
 
 
@@ -186,6 +189,9 @@ class Comparison:
 
     held_bytes = 0  # the most bytes of gradients of earlier steps that a step has set aside
     _makeups: Mapping[int, int] | None = None  # of each stage in the latest step
+
+    def __init__(self) -> None:
+        self._buffers = WeakKeyDictionary[nn.Module, dict[str, tuple[int, int]]]()  # as each module had them first
 
     def record(
         self, parts: Mapping[int, ModuleSnapshot], plan: Plan, latest: Sequence[StepRecord], *, is_training: bool
@@ -205,4 +211,21 @@ class Comparison:
         makeups = {stage: one.makeup for stage, one in parts.items()}
         is_changed, self._makeups = self._makeups not in (None, makeups), makeups
         with_values = not latest or any(one.is_changed for one in TwinRecord.of(latest))
-        return TwinRecord(weights_of(parts, plan.depth, with_values=with_values), *kinds_of(parts), is_changed)
+        kinds, settings = kinds_of(parts)
+        tables = tuple(self._tables(parts[stage].modules, with_values=with_values) for stage in sorted(parts))
+        settings = tuple(map(xor, settings, tables))
+        return TwinRecord(weights_of(parts, plan.depth, with_values=with_values), kinds, settings, is_changed)
+
+    def _tables(self, modules: Iterable[nn.Module], *, with_values: bool) -> int:
+        """Return a checksum of the buffers that are each twin's input, as masks and slopes: not those that a step has changed.
+
+        Statistics of norms are each twin's own from the start, as a checkpoint of each may have them.
+        """
+        found = []
+        for module in modules:
+            buffers = {} if STATISTICS in module._buffers else {n: b for n, b in module._buffers.items() if b is not None}
+            now = {name: (id(buffer), 0 if buffer.is_inference() else version_of(buffer)) for name, buffer in buffers.items()}
+            before = self._buffers.setdefault(module, now)
+            same = [name for name in sorted(now) if with_values and before.get(name) == now[name] and not is_lazy(buffers[name])]
+            found += [(name, [int(one) for one in checksum_of(buffers[name]).sums]) for name in same]
+        return _sum(found)

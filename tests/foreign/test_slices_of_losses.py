@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import bpipe
 from bpipe.errors import BPipeError
@@ -258,6 +259,14 @@ def _swapped(how: str, module: Layer) -> None:
         module.more = lambda y: F.batch_norm(y.transpose(1, 2), None, None, training=True).transpose(1, 2)
     elif how == "torch's function of instances":
         module.more = lambda y: F.instance_norm(y.transpose(1, 2)).transpose(1, 2)
+    elif how == "torch's function of groups":
+        module.more = lambda y: F.group_norm(y.mT, 2).mT
+    elif how == "torch's function with statistics of its own":
+        module.more = lambda y: F.batch_norm(y.mT, torch.zeros(W), torch.ones(W), training=True).mT
+    elif how == "torch's function behind a flag":
+        module.more = lambda y: y if module.num_calls <= 3 * M * K else F.instance_norm(y.mT).mT
+    elif how == "torch's function in a checkpoint":
+        module.more = lambda y: checkpoint(lambda z: F.instance_norm(z.mT).mT, y, use_reentrant=False)
     elif how == "a class of one's own":
         module.more = type("Mine", (Transposed,), {})(type("MyNorm", (nn.BatchNorm1d,), {})(W))
 
@@ -277,10 +286,12 @@ SWAPPED = [
     "a group norm",
     "a norm by a hook",
     "a class of one's own",
-    pytest.param("torch's function", marks=pytest.mark.xfail(strict=True, reason="norms are looked for among modules")),
-    pytest.param(
-        "torch's function of instances", marks=pytest.mark.xfail(strict=True, reason="norms are looked for among modules")
-    ),
+    "torch's function",
+    "torch's function of instances",
+    "torch's function of groups",
+    "torch's function with statistics of its own",
+    "torch's function behind a flag",
+    "torch's function in a checkpoint",
 ]
 
 
@@ -293,8 +304,28 @@ def test_a_norm_over_positions_is_refused_when_it_is_put_in(how: str) -> None:
     for _ in range(2):
         schedule.step(x, target=_tokens(0.0))
     _swapped(how, module)
+    if how == "torch's function behind a flag":
+        schedule.step(x, target=_tokens(0.0))
     with pytest.raises(BPipeError, match=r"(?i)norm|statistics"):
         schedule.step(x, target=_tokens(0.0))
+
+
+BY_POSITION: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "by collected statistics": lambda y: F.batch_norm(y.mT, torch.full((W,), 0.1), torch.full((W,), 4.0), training=False).mT,
+    "of groups of features": lambda y: F.group_norm(y.flatten(0, 1), 2).view(y.shape),
+    "of heads": lambda y: F.group_norm(y.reshape(-1, 2, W // 2), 2).view(y.shape),
+}
+
+
+@pytest.mark.parametrize("name", BY_POSITION)
+def test_a_norm_of_each_position_is_as_for_whole_sequences(name: str) -> None:
+    module, right = Layer(BY_POSITION[name]), Layer(BY_POSITION[name])
+    right.load_state_dict(module.state_dict())
+    x, target = torch.randn(B, T, W), _tokens(0.0)
+    _schedule(module, _flat(F.cross_entropy)).step(x, target=target)
+    got = [p.grad for p in module.parameters()]
+    for one, other in zip(got, _as_whole(right, _flat(F.cross_entropy), x, target), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_sum_over_a_count_of_ones_own_is_as_for_whole_sequences() -> None:

@@ -64,7 +64,7 @@ def _blocks() -> list[nn.Module]:
     return [*first, *twins]
 
 
-def _said(change: Callable[[Any], Any], *, in_between: bool) -> str:
+def _said(change: Callable[[Any], Any], *, in_between: bool, num_steps: int = 1) -> str:
     """What is raised or logged where one twin is changed, before the first step or behind it; empty if nothing is."""
     blocks = _blocks()
     loopback, ranks = _pipeline(blocks)
@@ -79,7 +79,8 @@ def _said(change: Callable[[Any], Any], *, in_between: bool) -> str:
         blocks[2] = change(blocks[2]) or blocks[2]
         if isinstance(blocks[2], nn.Module) and ranks[1].stages[1].submod is not blocks[2]:
             ranks[1].stages[1].submod = blocks[2]
-        loopback.step(ranks, x, target=x)
+        for _ in range(num_steps):
+            loopback.step(ranks, x, target=x)
         return "; ".join(LOG)
     except BPipeError as error:
         return f"{type(error).__name__}: {error}"
@@ -185,11 +186,66 @@ def test_a_twin_that_computes_something_else_is_refused_or_warned_of(name: str, 
     assert "twin" in said or "stage" in said, said
 
 
-@pytest.mark.xfail(strict=True, reason="buffers are not compared, because statistics are each twin's own (docs/two-directions.md)")
-def test_a_table_in_a_buffer_that_one_twin_alone_has_is_said() -> None:
+class Counting(Block):
+    """A block with buffers that its forward changes: in place, and as new tensors; and with statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(W)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("latest", torch.zeros(W))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += float(x.detach().sum())
+        self.latest = x.detach().mean(0)
+        return super().forward(x) + self.batch_norm(x)
+
+
+TABLES: dict[str, Callable[[Any], Any]] = {
+    "of factors": lambda block: setattr(block, "table", block.table * 2),
+    "that one twin alone has": lambda block: block.register_buffer("mask", torch.ones(W)),
+    "that is loaded": lambda block: block.load_state_dict({**block.state_dict(), "table": torch.full((W,), 3.0)}) and None,
+    "of whole numbers": lambda block: block.register_buffer("table", torch.ones(W, dtype=torch.int64)),
+    "that no state dict has": lambda block: block.register_buffer("table", 2 * torch.ones(W), persistent=False),
+    "with NaN": lambda block: block.table.__setitem__(0, float("nan")),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_in_a_buffer_that_one_twin_alone_has_is_said(name: str) -> None:
     """Positions, masks, slopes: a buffer that no forward writes decides what a twin computes."""
-    said = _said(lambda block: setattr(block, "table", block.table * 2), in_between=False)
-    assert "twin" in said or "stage" in said, said
+    assert "buffers" in _said(TABLES[name], in_between=False)
+
+
+def test_a_table_of_a_module_that_is_put_in_later_is_said() -> None:
+    def change(block: Any) -> Any:
+        new = Block()
+        new.load_state_dict(block.state_dict())
+        new.table *= 2
+        return new
+
+    assert "buffers" in _said(change, in_between=True, num_steps=2)
+
+
+def test_buffers_that_forwards_change_are_each_twin_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a step that compares values again, after a module has got a hook on both twins."""
+    monkeypatch.setattr("tests.foreign.test_twins.Block", Counting)
+    blocks: list[Any] = []
+
+    def change(block: Any) -> None:
+        for one in (blocks[0], block):
+            one.register_forward_hook(_nothing)
+
+    def made(original: Callable[[], list[nn.Module]] = _blocks) -> list[nn.Module]:
+        blocks[:] = original()
+        return blocks
+
+    monkeypatch.setattr("tests.foreign.test_twins._blocks", made)
+    assert _said(change, in_between=True, num_steps=2) == ""
+
+
+def _nothing(module: nn.Module, inputs: Any, output: Any) -> None:
+    return None
 
 
 def test_twins_that_differ_in_what_changes_nothing_train_without_a_word() -> None:
