@@ -95,7 +95,8 @@ class Evictions:
         is_cut = known is not None and kind not in self._new
         # No more parts than in the plan, which may come from an earlier measurement.
         cuts = known.cuts[: self._most_parts(stage) - 1] if known and is_cut else None
-        memory.received_bytes = MessageBytes.of(tensors_in(call.received)) if call.received else NO_MESSAGE
+        received = tensors_in(call.received)
+        memory.received_bytes = MessageBytes.of(received, [one.requires_grad for one in received]) if received else NO_MESSAGE
         memory.stash = call.stash = Stash(call.state.name, self._setup.non_activations, self._traffic.transport.device, cuts)
         for one in call.incoming:
             if one.is_borrowed:
@@ -213,13 +214,13 @@ class Evictions:
             sent, beside = results or NO_MESSAGE, NO_MESSAGE
         memory.received_bytes = memory.sent_bytes = memory.returned_bytes = None
         own, footprint, parts = contents.own, footprint_of(contents), stash.part_sizes(contents)
-        messages = [Amount(name, one.num_bytes, one.among(own)) for name, one in ((IN, received), (OUT, sent), (LOSS, beside))]
+        came = Amount(IN, received.num_bytes, received.among(own), gradient=received.gradient)
+        out = amount_of(OUT, sent, sent.gradient, own, received)
+        loss = Amount(LOSS, beside.num_bytes, beside.among(own))
         if memory.loss_bytes is not None:  # gradients of results are there before the backward, among what is left
-            came, out, loss = messages
-            more = loss.num_bytes + memory.loss_bytes
-            messages = [came, out._replace(gradient=0), loss._replace(num_bytes=more, gradient=0)]
+            out, loss = out._replace(gradient=0), loss._replace(num_bytes=loss.num_bytes + memory.loss_bytes, gradient=0)
         values = sorted(memory.value_bytes.items())
-        messages += [amount_of(name, value, gradient, own, sent) for name, (value, gradient) in values]
+        messages = [came, out, loss, *(amount_of(name, value, gradient, own, sent) for name, (value, gradient) in values)]
         return footprint._replace(parts=parts, amounts=(*footprint.amounts, *messages))
 
     def predicted(self) -> dict[Key, Footprint]:

@@ -101,7 +101,7 @@ class Outputs:
         memory = call.state.memory
         assert memory is not None, "a microbatch that saves anything is entered in the ledger"
         if way == call.state.links.behind and call.stash is not None:
-            memory.sent_bytes = MessageBytes.of(tensors)
+            memory.sent_bytes = MessageBytes.of(tensors, needed)
         if layout:
             count(memory, layout, tensors, needed)
 

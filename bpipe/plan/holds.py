@@ -100,9 +100,11 @@ class _Stage:
         if behind is None:
             yield Hold(self.own[LOSS].num_bytes, self.forward, True, (self.forward,))
             return
-        gone, is_here, alone = (self._gone(behind),), self.is_here(behind.stage), out.num_bytes - out.kept
-        if self.uses != self.forward:  # the first forward saves nothing of it
-            yield Hold(out.kept, self.forward, True, gone)
+        gone, is_here, alone = (self._gone(behind),), self.is_here(behind.stage), out.num_bytes - out.kept - out.joint
+        if self.uses == self.forward:
+            yield Hold(out.joint, self.forward, False, gone)
+        else:  # the first forward saves nothing of it
+            yield Hold(out.kept - out.joint_kept, self.forward, True, gone)
             yield Hold(alone, self.uses, True, (self.uses,))
         there = min(alone, self.at(behind.stage)[IN].kept) if is_here else 0
         yield Hold(there, self.forward, True, gone, ends_before=True)
@@ -113,9 +115,13 @@ class _Stage:
             yield Hold(out.gradient_bytes, (Op.RECV_B, self.stage, self._part(behind)), True, (self.backward,))
 
     def sent_late(self) -> Iterator[Hold]:
-        """Yield what was saved of an output that is still under way when its microbatch has run backward."""
-        if self.flow.has_backward and self.behind and self.behind.kind is EdgeKind.DETACHED:
-            yield Hold(self.own[OUT].kept, self.backward, False, (self._gone(self.behind),), runs_twice=False)
+        """Yield what was saved of an output that is still under way when its microbatch has run backward, or forward again."""
+        if self.behind is None:
+            return
+        gone, out = (self._gone(self.behind),), self.own[OUT]
+        yield Hold(out.joint, (Op.R, self.stage, 0), False, gone)
+        if self.flow.has_backward and self.behind.kind is EdgeKind.DETACHED:
+            yield Hold(out.kept, self.backward, False, gone, runs_twice=False)
 
     def _result(self, result: Amount) -> Iterator[Hold]:
         """Yield what a loss is computed from, which is not sent."""
@@ -188,10 +194,6 @@ class _Stage:
         yield Hold(own.kept - own.joint_kept, self.forward, True, ends or (passed,), runs_twice=True)
         yield Hold(own.joint_kept, passed, False, sends, runs_twice=True)
         yield Hold(made - own.joint, again := (Op.R, self.stage, 0), True, (again,))
-        for user in here if sends else ():  # it may have run backward before all is sent
-            kept = min(made, self.at(user)[name].kept)
-            yield Hold(kept, (Op.B, user, 0), False, sends)
-            made -= kept
         if not returns and sends and self.flow.has_backward:
             yield Hold(own.kept, self.backward, False, sends, runs_twice=False)
         kept_behind = self.at(behind)[name].kept if behind is not None and behind in here else 0
@@ -200,8 +202,16 @@ class _Stage:
             if came.kept == came.num_bytes:
                 kept_behind = own.joint  # the next stage saves its whole input, and so counts the value, which is in it
         others = [user for user in here if user != behind]
+        joint = max(0, own.joint - kept_behind)
         if ends:
-            yield from self._until_kept(name, max(0, own.joint - kept_behind), passed, others, ends, is_before=False)
+            yield from self._until_kept(name, joint, passed, others, ends, is_before=False)
+        for user in here:  # it may have saved this, and have run backward, before all is sent
+            kept = min(made, self.at(user)[name].kept)
+            both = 0 if user == behind else min(kept, joint)
+            yield Hold(-both, (Op.F, user, 0), True, (passed,))
+            yield Hold(both, (Op.B, user, 0), False, (*sends, passed))
+            yield Hold(kept - both, (Op.B, user, 0), False, sends)
+            made, joint = made - kept, joint - both
 
     def _received(self, name: str, users: Sequence[int], *, is_aside: bool) -> Iterator[Hold]:
         """Yield what a rank holds of another rank's value, from its receipt until its last user."""

@@ -37,7 +37,8 @@ class Amount(NamedTuple):
             it, so that it stays until its own backward, even if the slice is recomputed. What a slice has `GIVEN` stays until the
             backwards of the slices before; what it adds to gradients that are there already takes nothing more.
         kept: those of them that are among the stage's saved bytes, so that they count once.
-        joint: on the stage that makes it, those that are not saved, and lie in the message to the next part as well.
+        joint: on the stage that makes it, those that are not saved, and lie in the message to the next part as well; of an `OUT`
+            those that lie in the `IN` as well, as a mask does that is handed on.
         gradient: the bytes of its gradient; default: as many.
         joint_kept: likewise those that are saved, which a first of two forwards does not count as that.
 

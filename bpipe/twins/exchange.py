@@ -130,6 +130,17 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype))
 
 
+def _check_is_one(parts: Mapping[int, ModuleSnapshot], depth: int) -> None:
+    """Raise a ConfigurationError if twins on one rank have weights of their own: no exchange would add up their gradients."""
+    for stage in (one for one in parts if one + depth in parts):
+        own, of_twin = ([*map(id, trained(one.modules, one.parameters))] for one in (parts[stage], parts[stage + depth]))
+        if own != of_twin:
+            raise ConfigurationError(
+                f"stages {stage} and {stage + depth} are twins on one rank, and have weights of their own, which nothing would "
+                "keep equal: make both stages of the same module"
+            )
+
+
 def held_by(parts: Mapping[int, ModuleSnapshot]) -> int:
     """Return the bytes of the gradients of earlier steps, which a step sets aside."""
     return gradient_bytes(p for one in parts.values() for p in trained(one.modules, one.parameters) if p.requires_grad)
@@ -207,7 +218,9 @@ class Comparison:
         if directions_of(plan.flow) == 1:
             return TwinRecord()
         if is_training:
-            self.held_bytes = max(self.held_bytes, held_by(parts))
+            _check_is_one(parts, plan.depth)
+            exchanged = {stage for stage, _ in plan.flow.exchanges}
+            self.held_bytes = max(self.held_bytes, held_by({stage: one for stage, one in parts.items() if stage in exchanged}))
         makeups = {stage: one.makeup for stage, one in parts.items()}
         is_changed, self._makeups = self._makeups not in (None, makeups), makeups
         with_values = not latest or any(one.is_changed for one in TwinRecord.of(latest))

@@ -86,11 +86,16 @@ def spanning(one: Footprint, other: Footprint) -> Footprint:
     )
 
 
-def amount_of(name: str, value: MessageBytes, gradient: int, own: Container[int], sent: MessageBytes) -> Amount:
-    """Return the bytes of a value with a name on a stage that makes or uses it, given the storages that it saved and its output."""
-    both = MessageBytes(0, {key: one for key, one in value.storages.items() if key in sent.storages})
-    kept = both.among(own)
-    joint = sum(size for key, (_, size) in both.storages.items() if key not in own)
+def amount_of(name: str, value: MessageBytes, gradient: int | None, own: Container[int], other: MessageBytes) -> Amount:
+    """Return the bytes of a value with a name on a stage that makes or uses it.
+
+    Args:
+        own: the storages that the stage saved.
+        other: a message that may carry the same tensors.
+    """
+    both = [(key, *value.storages[key]) for key in value.storages.keys() & other.storages.keys()]
+    kept = sum(size for key, storage, size in both if key in own and not storage.expired())
+    joint = sum(size for key, _, size in both if key not in own)
     return Amount(name, value.num_bytes, value.among(own), joint, gradient, kept)
 
 

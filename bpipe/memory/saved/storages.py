@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
+from itertools import compress
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -150,15 +151,27 @@ _ONLY_OURS = _calibrate_references()  # with a tensor that owns the storage too:
 
 
 class MessageBytes(NamedTuple):
-    """The bytes of a stage's input or result, and those of each storage, with a weak reference that identifies it."""
+    """The bytes of a stage's input or result, and those of each storage, with a weak reference that identifies it.
+
+    Args:
+        gradient: the bytes of the gradients that go back for it; None for as many.
+    """
 
     num_bytes: int
     storages: dict[int, tuple[StorageWeakRef, int]]
+    gradient: int | None = None
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor]) -> MessageBytes:
+    def of(cls, tensors: Sequence[torch.Tensor], needed: Sequence[bool] | None = None) -> MessageBytes:
+        """Return the bytes of some tensors.
+
+        Args:
+            needed: which of them need a gradient; default: all.
+        """
         found = {address_of(s): (StorageWeakRef(s), s.nbytes()) for tensor in tensors for s in storages_of(tensor)}
-        return cls(max(sum(tensor.nbytes for tensor in tensors), sum(size for _, size in found.values())), found)
+        gradient = None if needed is None else sum(tensor.nbytes for tensor in compress(tensors, needed))
+        num_bytes = sum(size for _, size in found.values())
+        return cls(num_bytes, found, None if gradient == num_bytes else gradient)
 
     def with_more(self, other: MessageBytes) -> MessageBytes:
         """Return the bytes of both; what lies in the same storages counts once."""
