@@ -150,7 +150,10 @@ def sums(own: RankIndex) -> Iterator[Finding]:
     seen: dict[tuple[int, int], list[Op]] = {key: [] for key in own.flow.exchanges if key[0] in own.stages}
     for index, action in enumerate(own.lane[: own.num_computing] if seen else ()):
         if action.op in SHARDING and action.peer is not None:
-            done = seen.setdefault((action.stage, action.part), [])
+            done = seen.get((action.stage, action.part))
+            if done is None:
+                yield own.place(index), f"{own.show(action)} exchanges gradients that no stage of rank {own.rank} has to exchange"
+                continue
             if action.op not in expected[len(done) : len(done) + 1]:
                 yield own.place(index), f"{own.show(action)} does not follow {' '.join(done) or 'the backwards of its stage'}"
             done.append(action.op)

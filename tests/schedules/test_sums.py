@@ -19,6 +19,7 @@ from bpipe.plan.sizes import gradients
 from bpipe.schedules import Action, Amount, Costs, Op, Plan, Sizes, StageSizes, build, rules, simulate, verify
 from bpipe.schedules.by_name import forward_plan
 from bpipe.simulator.critical import critical_path
+from tests.schedules.mutations import refused, reshaped
 from tests.schedules.replay import occupied_bytes, replay
 from tests.tiers import examples
 
@@ -140,3 +141,14 @@ def test_a_budget_has_room_for_what_is_exchanged() -> None:
     assert balance(computations_only(plan), sizes=sizes, budgets=[300] * 4) is not None
     with pytest.raises(BudgetError):
         balance(computations_only(plan), sizes=tied, budgets=[300] * 4)
+
+
+@pytest.mark.parametrize("name", TWO_WAYS)
+def test_a_twin_on_another_rank_is_refused(name: str) -> None:
+    """Its exchange is then in the list of a rank that has none of it."""
+    plan = build(name, 8, 4, num_ranks=2 if name != "chimera" else 4)
+    for stage in range(plan.num_stages):
+        for rank in {*range(plan.num_ranks)} - {plan.stage_ranks[stage]}:
+            ranks = *plan.stage_ranks[:stage], rank, *plan.stage_ranks[stage + 1 :]
+            mutant = reshaped(plan, stage_ranks=ranks)
+            assert mutant is None or refused(mutant), (stage, rank)

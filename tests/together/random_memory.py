@@ -38,10 +38,9 @@ BUDGETS: Sequence[dict[str, Any]] = (
 class Stage(nn.Module):
     """Causal attention or a layer of positions, after what skips bring; some carry a mask along, which needs no gradient."""
 
-    def __init__(self, choices: random.Random, made: Sequence[str], *, is_behind: bool, carries: bool) -> None:
+    def __init__(self, choices: random.Random, made: Sequence[str], kinds: Sequence[str], *, carries: bool) -> None:
         super().__init__()
-        kinds = [one for one in HANDED_ON if not (one == "input" and is_behind)]  # which counts twice (docs/skips.md)
-        self.made = {name: choices.choice(kinds) for name in made}
+        self.made = dict(zip(made, choices.sample(kinds, len(made))))  # one tensor under two names counts twice (docs/skips.md)
         self.attends, self.end, self.carries = choices.random() < 0.6, choices.choice(("add", "tanh", "linear")), carries
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.gates = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name, kind in self.made.items() if kind == "its own"})
@@ -108,7 +107,10 @@ class Case(NamedTuple):
         stages = []
         for part, rank in enumerate(ranks):
             made = [name for name, (source, *_) in skips.items() if source == part]
-            stages.append(Stage(choices, made, is_behind=rank in ranks[part - 1 : part], carries=carries).double())
+            counted_twice = {"input"} if rank in ranks[max(0, part - 1) : part] else set()  # docs/skips.md
+            counted_twice |= {"output", "view"} if carries and rank in ranks[part + 1 : part + 2] else set()
+            kinds = [kind for kind in HANDED_ON if kind not in counted_twice]
+            stages.append(Stage(choices, made, kinds, carries=carries).double())
             stages[-1].is_sliced, stages[-1].predicts = "slices" in features, "local" in features and part < len(ranks) - 1
         return cls(features, finish(plan), stages, skips, choices.choice(BUDGETS))
 
