@@ -14,9 +14,12 @@ import torch.distributed as dist
 from torch import nn
 
 import bpipe
-from bpipe.errors import AgreementError
+from bpipe.errors import AgreementError, ConfigurationError
+from bpipe.flow.shaping import shaped
 from bpipe.memory.makeup import Makeups
 from bpipe.model.stage import ModuleSnapshot
+from bpipe.schedules import finish
+from bpipe.schedules.any_flow import computations_for
 from bpipe.twins.exchange import kinds_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -149,3 +152,36 @@ def test_what_only_the_user_can_judge_is_warned_of_once(name: str, caplog: pytes
     pipeline.step()
     (record,) = caplog.records
     assert "stages 0 and 2 are twins, on ranks 0 and 1, and have other attributes, buffers or hooks" in record.getMessage()
+
+
+def step_on_one_rank(twin_of: Callable[[nn.Module], nn.Module], module: nn.Module) -> None:
+    """A step in which a stage and its twin are on one rank."""
+    flow = shaped(shaped(None, "chain", (0,), 2), "alternatives", (0, 0), ((0,), (1,)), True)
+    plan, loopback = finish(computations_for(flow)), bpipe.Loopback(1)
+    both = enumerate([module, twin_of(module)])
+    held = [bpipe.PipelineStage(one, stage, 2, "cpu", loopback.rank(0), directions=2) for stage, one in both]
+    x = torch.randn(4, WIDTH)
+    loopback.step([bpipe.FromPlan(held, plan, mse)], x, target=x)
+
+
+def test_twins_on_one_rank_are_one_module() -> None:
+    """Nothing adds up what copies would learn, each from half of the microbatches."""
+    module = Block()
+    with pytest.raises(ConfigurationError, match="twins on one rank, and have weights of their own"):
+        step_on_one_rank(deepcopy, module)
+    step_on_one_rank(lambda one: one, module)
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_what_is_frozen_may_be_copied_on_one_rank() -> None:
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Module, adapter: nn.Module) -> None:
+            super().__init__()
+            self.base, self.adapter = base.requires_grad_(False), adapter
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.adapter(x)  # type: ignore[no-any-return]
+
+    module = Adapted(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    step_on_one_rank(lambda one: Adapted(deepcopy(module.base), module.adapter), module)
+    assert module.adapter.weight.grad is not None

@@ -95,8 +95,9 @@ class Evictions:
         is_cut = known is not None and kind not in self._new
         # No more parts than in the plan, which may come from an earlier measurement.
         cuts = known.cuts[: self._most_parts(stage) - 1] if known and is_cut else None
-        received = tensors_in(call.received)
-        memory.received_bytes = MessageBytes.of(received, [one.requires_grad for one in received]) if received else NO_MESSAGE
+        received, is_open = tensors_in(call.received), any(one.is_output and one.spec.is_open for one in call.incoming)
+        needed = [one.requires_grad or (is_open and one.is_floating_point()) for one in received]
+        memory.received_bytes = MessageBytes.of(received, needed) if received else NO_MESSAGE
         memory.stash = call.stash = Stash(call.state.name, self._setup.non_activations, self._traffic.transport.device, cuts)
         for one in call.incoming:
             if one.is_borrowed:

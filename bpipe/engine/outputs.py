@@ -77,33 +77,36 @@ class Outputs:
             sent, is_here = [*map(sendable.__getitem__, map(id, tensors))], way[1] in self._setup.stages
             if is_here:
                 sent = list(_apart(sent if self._setup.is_plain else map(without_inference, sent), borrowed))
-            metas = metas_of(sent, tensors)
-            may_change = way in links.returning and self._may_change(metas, tensors, call)
-            message = Message(MessageSpec(tree, metas, may_change), list[torch.Tensor | None](sent))
+            message = Message(self._spec(call, way, tree, sent, tensors), list[torch.Tensor | None](sent))
             edge = (self._microbatches[way[1], state.microbatch] if is_here else state).edges[way]
             edge.values = message
             if (is_here and way != links.behind) or (not is_here and self._setup.traffic.transport.waits_on_device):
                 edge.unsent_versions = versions_of(sent)  # others may compute before it is used, or sent
             if state.memory is not None:  # the first of two forwards saves nothing
                 state.memory.lent += sent if is_here else ()
-                self.count(call, way, layout, sent, [meta.requires_grad for meta in metas])
+                self.count(call, way, layout, sent, message.spec)
 
     def make_again(self, call: Call) -> None:
         """Note what the second of two forwards has made, and count it as the first one has handed it on."""
         made = self.make(call)
         sendable = {} if call.stash is None else dict(zip(map(id, call.made), self._sendable(call.made)))
-        for way, (_, layout, tensors) in made.items() if sendable else ():
+        for way, (tree, layout, tensors) in made.items() if sendable else ():
             sent = [sendable[id(tensor)] for tensor in tensors]
-            self.count(call, way, layout, sent, [tensor.requires_grad for tensor in tensors])
+            self.count(call, way, layout, sent, self._spec(call, way, tree, sent, tensors))
 
-    def count(self, call: Call, way: Way, layout: Layout, tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> None:
-        """Note the bytes of a message."""
+    def count(self, call: Call, way: Way, layout: Layout, tensors: Sequence[torch.Tensor], spec: MessageSpec) -> None:
+        """Note the bytes of a message, and of the gradients that come back, or may do so in a later step."""
+        needed = [bool(meta and meta.requires_grad) or (spec.is_open and may_need_later(meta)) for meta in spec.tensors]
         memory = call.state.memory
         assert memory is not None, "a microbatch that saves anything is entered in the ledger"
         if way == call.state.links.behind and call.stash is not None:
             memory.sent_bytes = MessageBytes.of(tensors, needed)
         if layout:
             count(memory, layout, tensors, needed)
+
+    def _spec(self, call: Call, way: Way, tree: str, sent: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> MessageSpec:
+        metas = metas_of(sent, tensors)
+        return MessageSpec(tree, metas, way in call.state.links.returning and self._may_change(metas, tensors, call))
 
     def _note_cut_off(self, call: Call) -> None:
         """Note that no gradient of a microbatch will come to earlier stages which want one, unless it comes past this stage."""

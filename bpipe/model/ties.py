@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -19,7 +21,6 @@ from bpipe.torch_private.owners_and_versions import address_of
 __all__: list[str] = []
 
 MARK = "_bpipe_ties"  # the attribute of a module that was cut from a model some of whose stages share weights
-GUARD = "_bpipe_guard"  # the attribute of a weight whose gradients are refused
 SUMS = "_bpipe_sums"  # the attribute of a weight whose gradients `TiedWeights` sum
 STATISTICS = "running_mean"  # the buffer of a module that its forward changes in place, as BatchNorm's
 Trained = Callable[[Sequence[nn.Module], Iterable[Any]], Sequence[torch.Tensor]]  # the parameters that train in place of others
@@ -208,11 +209,8 @@ def check_ties(
         if (cut := _cut_in(module)) is None:
             continue
         ties: Ties = vars(cut)[MARK]
-        begin = number - ties.stage  # of the model among the stages: there may be one for each direction, or replica
-        for hidden in ties.hidden if are_alone else ():
-            if begin + hidden.stage not in modules:
-                _refuse_gradients(hidden, ties.stage)
         for tie in ties.shared:
+            begin = number - ties.stage  # of the model among the stages: there may be one for each direction, or replica
             here = {begin + stage: names for stage, names in tie.names.items() if begin + stage in modules}
             elsewhere = [stage for stage in tie.names if begin + stage not in modules]
             own = [one for name in tie.names[ties.stage] for one in _named(cut, name) if _is_trained(cut, name, one)]
@@ -229,21 +227,33 @@ def check_ties(
                 raise ConfigurationError(_refusal(tie, ties.stage, elsewhere, is_weight=any(one.requires_grad for one in own)))
 
 
-def _refuse_gradients(hidden: HiddenWeight, stage: int) -> None:
-    """Let a backward raise that gives a hidden weight a gradient: it may also be reached and never used, as through a parent."""
-    weight = hidden.weight
-    if not weight.requires_grad or hasattr(weight, GUARD):
-        return
+@contextmanager
+def hidden_refused(modules: Mapping[int, nn.Module]) -> Iterator[None]:
+    """Let backwards raise that give a gradient to a weight of another process, which a stage has hidden.
 
-    def refuse(gradient: torch.Tensor) -> None:
-        if not is_summed(weight):
-            raise ConfigurationError(
-                f"{hidden.name!r} of stage {hidden.stage} got a gradient on stage {stage}, which keeps it where parameters() does "
-                "not find it, as in a list, and each process would train a copy of its own. Make its module an attribute of "
-                f"stage {stage}'s, too, before the model is cut, make a bpipe.TiedWeights of it, or put these stages on one rank"
-            )
+    It may also be reached and never used, as through a parent.
 
-    setattr(weight, GUARD, weight.register_hook(refuse))
+    Args:
+        modules: of this rank's stages, by their number in the pipeline.
+    """
+    with ExitStack() as handles:
+        for number, module in modules.items():
+            if (cut := _cut_in(module)) is None:
+                continue
+            ties: Ties = vars(cut)[MARK]
+            for hidden in ties.hidden:
+                if number - ties.stage + hidden.stage not in modules and hidden.weight.requires_grad:
+                    handles.callback(hidden.weight.register_hook(partial(_refuse, hidden, ties.stage)).remove)
+        yield
+
+
+def _refuse(hidden: HiddenWeight, stage: int, gradient: torch.Tensor) -> None:
+    if not is_summed(hidden.weight):
+        raise ConfigurationError(
+            f"{hidden.name!r} of stage {hidden.stage} got a gradient on stage {stage}, which keeps it where parameters() does not "
+            "find it, as in a list, and each process would train a copy of its own. Make its module an attribute of "
+            f"stage {stage}'s, too, before the model is cut, make a bpipe.TiedWeights of it, or put these stages on one rank"
+        )
 
 
 def _refusal(tie: Tie, stage: int, elsewhere: Sequence[int], *, is_weight: bool) -> str:

@@ -207,7 +207,7 @@ class _Stage:
             yield from self._until_kept(name, joint, passed, others, ends, is_before=False)
         for user in here:  # it may have saved this, and have run backward, before all is sent
             kept = min(made, self.at(user)[name].kept)
-            both = 0 if user == behind else min(kept, joint)
+            both = 0 if user == behind else max(0, kept + joint - made)  # at least so much of what it saves is in the message
             yield Hold(-both, (Op.F, user, 0), True, (passed,))
             yield Hold(both, (Op.B, user, 0), False, (*sends, passed))
             yield Hold(kept - both, (Op.B, user, 0), False, sends)
@@ -227,9 +227,9 @@ class _Stage:
         self, name: str, num_bytes: int, begin: Kind, users: Iterable[int], ends: tuple[Kind, ...], *, is_before: bool
     ) -> Iterator[Hold]:
         """Yield a value's bytes; those that a stage saves until that stage's forward, where its saved bytes begin to count."""
-        rest = num_bytes
+        rest, total = num_bytes, self.own[name].num_bytes
         for user in users:
-            kept = min(rest, self.at(user)[name].kept)
+            kept = max(0, self.at(user)[name].kept + rest - total)  # at least: of several tensors it may save others
             yield Hold(kept, begin, is_before, ((Op.F, user, 0),), ends_before=True)
             rest -= kept
         yield Hold(rest, begin, is_before, ends)

@@ -241,7 +241,8 @@ class Sizes:
             own = [self.at(stage, unit)[name] for name in flow.message(stage, part - 1, flow.turn_of(unit)).names]
             return sum(one.num_bytes if op in (Op.SEND_F, Op.RECV_F) else one.gradient_bytes for one in own)
         if op is Op.SEND_F or op is Op.RECV_F:
-            return self.at(stage - (op is Op.RECV_F), unit)[OUT].num_bytes
+            sent = self.at(stage - (op is Op.RECV_F), unit)[OUT].num_bytes
+            return max(sent, self.at(stage + (op is Op.SEND_F), unit)[IN].num_bytes)  # views are one storage until they are sent
         if op is Op.SEND_B or op is Op.RECV_B:
             return self.at(stage + (op is Op.RECV_B), unit)[IN].gradient_bytes
         if op is Op.REDUCE_GRAD:

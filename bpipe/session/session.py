@@ -28,6 +28,7 @@ from bpipe.memory.static import standing
 from bpipe.model import microbatch as mb
 from bpipe.model.call import Call
 from bpipe.model.merging import merge_or_list
+from bpipe.model.ties import hidden_refused
 from bpipe.parallel.fsdp import REDUCING, units_in
 from bpipe.parallel.settings import changed
 from bpipe.parallel.shared_weights import NOTHING, SharedWeights
@@ -112,7 +113,7 @@ class Session:
     def run(self, begin: Callable[[], PreparedStep]) -> Any:
         """Run a step over a process group, and return its result. Collective; blocks the host."""
         transport, guard = self.context.transport, self.guard
-        with guard.entered():
+        with guard.entered(), hidden_refused({index: stage.submod for index, stage in self.context.stages.items()}):
             started = time.perf_counter()
             step = self._begin_or_refuse(begin)
             meanwhile = None if self.filler is None else self.filler.between_steps

@@ -11,13 +11,13 @@ from bpipe.backward.autograd import edges_of
 from bpipe.errors import StageError
 from bpipe.memory.saved.nodes import nodes_behind
 from bpipe.model.microbatch import tensors_in
-from bpipe.torch_private.engine_and_graph import mixes_positions
+from bpipe.torch_private.engine_and_graph import takes_statistics
 
 __all__: list[str] = []
 
 REENTRANT = "CheckpointFunctionBackward"
 NORM = (
-    "{} ran {} in its forward (BatchNorm, InstanceNorm, GroupNorm?), whose statistics are those of a slice and not of the whole "
+    "{} ran {} in its forward (BatchNorm or InstanceNorm?), whose statistics are those of a slice and not of the whole "
     "sequence: normalise by features, as LayerNorm does, or train without slices"
 )
 
@@ -32,8 +32,7 @@ def check_graph(outputs: Sequence[torch.Tensor], state: Sequence[torch.Tensor], 
     """
     nodes = nodes_behind(edges_of([*outputs, *state]))
     _check_checkpoints([node for node in nodes if type(node).__name__ == REENTRANT], state, name)
-    batch_size = next((len(output) for output in outputs if output.dim()), 0)
-    if norm := next((node for node in nodes if mixes_positions(node, batch_size)), None):
+    if norm := next(filter(takes_statistics, nodes), None):
         raise StageError(NORM.format(name, type(norm).__name__.partition("Backward")[0]))
 
 

@@ -195,7 +195,7 @@ class Sequences:
         """Return the output in a stage's result, and its state for later slices, in which what was cast stands for what it was."""
         output, tree, tensors = split_result(result, state.name)
         tensors = [casts.get(id(tensor), (None, tensor))[1] for tensor in tensors]
-        if state.microbatch == 1 and self._has_backward:  # the first one with an earlier slice; the others are alike
+        if state.microbatch == 1 < self._slices and self._has_backward:  # the first with an earlier slice; the others are alike
             check_graph(tensors_in(output), tensors, state.name)
         if state.microbatch % self._slices < self._slices - 1:
             left = SliceState.of(tree, tensors, keeps_copies=state.microbatch < self._slices)

@@ -111,12 +111,9 @@ def function_of(node: Any) -> type:
     return ask(type(node), "_forward_cls", type(node))
 
 
-def mixes_positions(node: Node, batch_size: int) -> bool:
-    """Return whether a node is that of a norm over all positions of each row: BatchNorm, InstanceNorm, and GroupNorm of whole rows.
+def takes_statistics(node: Node) -> bool:
+    """Return whether a node is that of a BatchNorm or InstanceNorm which normalises by what it is given now.
 
     A BatchNorm that takes the statistics that it has collected counts too, if torch does not tell.
     """
-    name = type(node).__name__
-    if "GroupNorm" in name:
-        return bool(ask(node, "_saved_N", 0) == batch_size and ask(node, "_saved_HxW", 1) > 1)
-    return "BatchNorm" in name and bool(ask(node, "_saved_training", True))
+    return "BatchNorm" in type(node).__name__ and bool(ask(node, "_saved_training", True))

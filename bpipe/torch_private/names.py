@@ -52,8 +52,6 @@ NAMES: dict[str, PrivateName] = {  # the fields of those that have the same ones
         ("_forward_cls", "a node of a custom Function", "name it in messages", "Messages name the node instead"),
         ("_saved_training", "a node of BatchNorm", "tell whether it takes statistics of what it is given",
          "F.batch_norm(training=False) is refused where its training is"),
-        ("_saved_N _saved_HxW", "a node of GroupNorm", "tell whether it is over positions",
-         "F.group_norm over positions is not noticed"),
         ("_get_sequence_nr", "torch.autograd", "notice that a microbatch has another graph than the last one",
          "Microbatches of a kind count as equal"),
         ("_top_saved_tensors_default_hooks", "torch._C._autograd", "call saved-tensor hooks around a step", _NO_EVICTION),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import xor
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -133,8 +132,8 @@ def _is_plain(value: object) -> bool:
 def _check_is_one(parts: Mapping[int, ModuleSnapshot], depth: int) -> None:
     """Raise a ConfigurationError if twins on one rank have weights of their own: no exchange would add up their gradients."""
     for stage in (one for one in parts if one + depth in parts):
-        own, of_twin = ([*map(id, trained(one.modules, one.parameters))] for one in (parts[stage], parts[stage + depth]))
-        if own != of_twin:
+        own, of_twin = (trained(one.modules, one.parameters) for one in (parts[stage], parts[stage + depth]))
+        if {id(one) for one in own if one.requires_grad} != {id(one) for one in of_twin if one.requires_grad}:
             raise ConfigurationError(
                 f"stages {stage} and {stage + depth} are twins on one rank, and have weights of their own, which nothing would "
                 "keep equal: make both stages of the same module"
@@ -195,6 +194,13 @@ def _unlike(records: Sequence[StepRecord], field: str) -> tuple[int, int, int, i
     return next(((a, b, sums[a][1], sums[b][1]) for a, b in pairs if sums[a][0] != sums[b][0]), None)
 
 
+def _is_dense(buffer: torch.Tensor) -> bool:
+    """Return whether a buffer's bits can be read as they are."""
+    if is_lazy(buffer) or type(buffer) is not torch.Tensor:
+        return False
+    return buffer.layout is torch.strided and not (buffer.is_quantized or buffer.is_nested or buffer.is_meta)
+
+
 class Comparison:
     """The records of one rank: with values in the first step, and in the one after a module of any rank has changed."""
 
@@ -225,20 +231,22 @@ class Comparison:
         is_changed, self._makeups = self._makeups not in (None, makeups), makeups
         with_values = not latest or any(one.is_changed for one in TwinRecord.of(latest))
         kinds, settings = kinds_of(parts)
-        tables = tuple(self._tables(parts[stage].modules, with_values=with_values) for stage in sorted(parts))
-        settings = tuple(map(xor, settings, tables))
+        tables = [self._tables(parts[stage].modules, with_values=with_values) for stage in sorted(parts)]
+        settings = tuple(map(_sum, zip(settings, tables)))
         return TwinRecord(weights_of(parts, plan.depth, with_values=with_values), kinds, settings, is_changed)
 
-    def _tables(self, modules: Iterable[nn.Module], *, with_values: bool) -> int:
-        """Return a checksum of the buffers that are each twin's input, as masks and slopes: not those that a step has changed.
+    def _tables(self, modules: Iterable[nn.Module], *, with_values: bool) -> list[object]:
+        """Return what the dense buffers are, such as masks and slopes, that have not changed since a module was seen first.
 
         Statistics of norms are each twin's own from the start, as a checkpoint of each may have them.
         """
-        found = []
+        found: list[object] = []
         for module in modules:
-            buffers = {} if STATISTICS in module._buffers else {n: b for n, b in module._buffers.items() if b is not None}
+            own = {} if STATISTICS in module._buffers else module._buffers
+            buffers = {name: buffer for name, buffer in own.items() if buffer is not None and _is_dense(buffer)}
             now = {name: (id(buffer), 0 if buffer.is_inference() else version_of(buffer)) for name, buffer in buffers.items()}
             before = self._buffers.setdefault(module, now)
-            same = [name for name in sorted(now) if with_values and before.get(name) == now[name] and not is_lazy(buffers[name])]
-            found += [(name, [int(one) for one in checksum_of(buffers[name]).sums]) for name in same]
-        return _sum(found)
+            same = [name for name in sorted(now) if with_values and before.get(name) == now[name]]
+            sums = [checksum_of(buffers[name]) for name in same]
+            found += [(name, one.outline, [*map(int, one.sums)]) for name, one in zip(same, sums)]
+        return found

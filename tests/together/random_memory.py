@@ -51,6 +51,7 @@ class Stage(nn.Module):
         given = x
         for value in skips.values():
             value, factor = value if isinstance(value, tuple) else (value, 1)
+            value = value.to(x.dtype)
             x = x + factor * torch.tanh(value) * value.sin()
         query, key, value = self.qkv(x).chunk(3, -1)
         if self.attends:
@@ -61,7 +62,7 @@ class Stage(nn.Module):
             inside = torch.tanh(query * key + value)
         y = self.out(inside)
         y = x + y if self.end == "add" else torch.tanh(y) if self.end == "tanh" else y
-        kinds = {"output": y, "inside": inside, "input": given, "fixed": (y.detach().cos(), 3), "view": y[:, :]}
+        kinds = {"output": y, "inside": inside, "input": given, "fixed": (y > 0, 3), "view": y[:, :]}
         made = {n: (self.gates[n](inside), 2) if kind == "its own" else kinds[kind] for n, kind in self.made.items()}
         result: Any = (y, y > 0 if mask is None else mask) if self.carries else y
         result = (result, made) if made else result
@@ -107,9 +108,9 @@ class Case(NamedTuple):
         stages = []
         for part, rank in enumerate(ranks):
             made = [name for name, (source, *_) in skips.items() if source == part]
-            counted_twice = {"input"} if rank in ranks[max(0, part - 1) : part] else set()  # docs/skips.md
-            counted_twice |= {"output", "view"} if carries and rank in ranks[part + 1 : part + 2] else set()
-            kinds = [kind for kind in HANDED_ON if kind not in counted_twice]
+            too_much = {"input"} if part == 0 or rank in ranks[max(0, part - 1) : part] else set()  # docs/skips.md
+            too_much |= {"output", "view"} if carries and rank in ranks[part + 1 : part + 2] else set()
+            kinds = [kind for kind in HANDED_ON if kind not in too_much]
             stages.append(Stage(choices, made, kinds, carries=carries).double())
             stages[-1].is_sliced, stages[-1].predicts = "slices" in features, "local" in features and part < len(ranks) - 1
         return cls(features, finish(plan), stages, skips, choices.choice(BUDGETS))
@@ -158,8 +159,9 @@ def differences(seed: int) -> list[str]:
 
 
 def _differences(schedule: Any, count: Counting, plan: Plan) -> list[str]:
-    parameters = [one for stage in schedule.session.context.stages.values() for one in stage.submod.parameters()]
-    aside = sum(one.nbytes for one in {id(one): one for one in parameters}.values()) if directions_of(plan.flow) > 1 else 0
+    exchanged = {stage for stage, _ in plan.flow.exchanges}
+    stages = [one for number, one in schedule.session.context.stages.items() if number in exchanged]
+    aside = sum(one.nbytes for one in {id(one): one for stage in stages for one in stage.submod.parameters()}.values())
     found = [f"{m.action}: {m.counted_after} bytes, planned {m.planned_after}" for m in count.moments() if not _is_right(m, aside)]
     used, predicted = (schedule.stats[name] for name in ("device_peak_bytes", "predicted_device_peak_bytes"))
     return found + ([f"a peak of {used} bytes, predicted {predicted}"] if used != predicted else [])

@@ -150,6 +150,11 @@ def _calibrate_references() -> int:
 _ONLY_OURS = _calibrate_references()  # with a tensor that owns the storage too: torch may keep a reference of its own then
 
 
+def _own_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor on this rank, which may be a part of a storage, or of a DTensor."""
+    return min(tensor.nbytes, sum(storage.nbytes() for storage in storages_of(tensor)))
+
+
 class MessageBytes(NamedTuple):
     """The bytes of a stage's input or result, and those of each storage, with a weak reference that identifies it.
 
@@ -169,8 +174,8 @@ class MessageBytes(NamedTuple):
             needed: which of them need a gradient; default: all.
         """
         found = {address_of(s): (StorageWeakRef(s), s.nbytes()) for tensor in tensors for s in storages_of(tensor)}
-        gradient = None if needed is None else sum(tensor.nbytes for tensor in compress(tensors, needed))
         num_bytes = sum(size for _, size in found.values())
+        gradient = None if needed is None else sum(map(_own_bytes, compress(tensors, needed)))
         return cls(num_bytes, found, None if gradient == num_bytes else gradient)
 
     def with_more(self, other: MessageBytes) -> MessageBytes:
