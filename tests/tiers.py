@@ -5,7 +5,7 @@
 
 1. What TIMED names measures time.
 2. What APART names is about the pages, examples, packages and copies of the code, or takes a device, a browser, another program.
-   In what TOGETHER names, the tests of a file share processes that run for many times LONG_S.
+   In what TOGETHER names, the tests of a file share processes that run for many times LONG_S, once for each worker.
 3. A case that took LONG_S or longer when it was measured last is too long for `make test`.
 4. Of a function's other cases, `make test` takes as many as fit into its BUDGET_S, one at least: first those that hold the most
    pairs of its arguments' values that no earlier one holds, and among equals in a fixed order at random. Of a function of a room
@@ -80,6 +80,15 @@ APART = (
 )
 TOGETHER = (
     *("tests/test_compile.py", "tests/test_tensor_parallel.py"),
+    "tests/test_sharding.py::test_after_a_step_everything_is_as_fsdp_leaves_it",
+    "tests/test_sharding.py::test_bfloat16_throughout",
+    "tests/test_sharding.py::test_gathers_reductions_and_gradients",
+    "tests/test_sharding.py::test_gradients_add_up_in_the_precision_of_the_reduction",
+    "tests/test_sharding.py::test_halves_of_weights_that_stay",
+    "tests/test_sharding.py::test_halves_without_sharding_in_the_plan_are_one_backward",
+    "tests/test_sharding.py::test_resharding_to_groups",
+    "tests/test_sharding.py::test_the_user_decides_whether_a_step_reduces",
+    "tests/test_sharding.py::test_what_the_plan_says_nothing_of_reduces_once_a_step",
     *("tests/training/test_gathered.py", "tests/training/test_replica_norms.py", "tests/training/test_sharded.py"),
 )
 BESIDE = (

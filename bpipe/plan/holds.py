@@ -207,7 +207,7 @@ class _Stage:
             yield from self._until_kept(name, joint, passed, others, ends, is_before=False)
         for user in here:  # it may have saved this, and have run backward, before all is sent
             kept = min(made, self.at(user)[name].kept)
-            both = 0 if user == behind else max(0, kept + joint - made)  # at least so much of what it saves is in the message
+            both = 0 if user == behind else min(kept, self._kept_of(name, user, joint))
             yield Hold(-both, (Op.F, user, 0), True, (passed,))
             yield Hold(both, (Op.B, user, 0), False, (*sends, passed))
             yield Hold(kept - both, (Op.B, user, 0), False, sends)
@@ -227,12 +227,17 @@ class _Stage:
         self, name: str, num_bytes: int, begin: Kind, users: Iterable[int], ends: tuple[Kind, ...], *, is_before: bool
     ) -> Iterator[Hold]:
         """Yield a value's bytes; those that a stage saves until that stage's forward, where its saved bytes begin to count."""
-        rest, total = num_bytes, self.own[name].num_bytes
+        rest = num_bytes
         for user in users:
-            kept = max(0, self.at(user)[name].kept + rest - total)  # at least: of several tensors it may save others
+            kept = self._kept_of(name, user, rest)
             yield Hold(kept, begin, is_before, ((Op.F, user, 0),), ends_before=True)
             rest -= kept
         yield Hold(rest, begin, is_before, ends)
+
+    def _kept_of(self, name: str, user: int, num_bytes: int) -> int:
+        """Return how many of some bytes of a value a user has saved at least: of several tensors, it may have saved others."""
+        own = self.at(user)[name]
+        return max(0, min(num_bytes, own.kept + num_bytes - own.num_bytes))
 
     def _gradients(self, name: str, users: Sequence[int], back: Kind | None) -> Iterator[Hold]:
         """Yield the gradients that the users on a rank make: added up until the first one's backward, then on their way back.

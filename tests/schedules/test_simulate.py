@@ -16,11 +16,11 @@ from bpipe.flow.shaping import shaped
 from bpipe.passes.balance.balance import balance
 from bpipe.plan.action import HOST
 from bpipe.plan.destinations import Destinations
-from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
+from bpipe.schedules import Action, Amount, Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
 from bpipe.schedules.by_name import forward_plan
 from bpipe.simulator.critical import critical_path
 from bpipe.simulator.simulation import _slowed_end
-from tests.amounts import amounts, changed, number_of
+from tests.amounts import changed, number_of
 from tests.schedules import ticks
 from tests.schedules.shape_of_plan import reshaped
 from tests.schedules.sized import sized_plans
@@ -226,7 +226,9 @@ def test_a_link_carries_one_transfer_at_a_time() -> None:
 
 def test_messages_of_a_plan_in_bytes_are_its_own() -> None:
     """By hand, m = 1, F 1, B 2 on each of three ranks: outputs of 3 and 4 bytes, gradients of 5 and 6, in a second a byte."""
-    stages = [StageSizes(parts=(1,), amounts=amounts(received=received, sent=sent)) for received, sent in ((0, 3), (5, 4), (6, 0))]
+    messages = ((0, 0, 3), (3, 5, 4), (4, 6, 0))
+    of_stages = [(Amount("in", came, gradient=gradient), Amount("out", sent)) for came, gradient, sent in messages]
+    stages = [StageSizes(parts=(1,), amounts=of_stage) for of_stage in of_stages]
     plan = replace(build("1f1b", 3, 1), sizes=Sizes(stages=tuple(stages), static=(0, 0, 0)))
     for output_bytes in (0, 100):
         timeline = simulate(plan, Costs(output_bytes=output_bytes, link=Link(bytes_per_s=1)))
