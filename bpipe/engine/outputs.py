@@ -96,10 +96,12 @@ class Outputs:
 
     def count(self, call: Call, way: Way, layout: Layout, tensors: Sequence[torch.Tensor], spec: MessageSpec) -> None:
         """Note the bytes of a message, and of the gradients that come back, or may do so in a later step."""
-        needed = [bool(meta and meta.requires_grad) or (spec.is_open and may_need_later(meta)) for meta in spec.tensors]
-        memory = call.state.memory
+        memory, is_measured = call.state.memory, way == call.state.links.behind and call.stash is not None
         assert memory is not None, "a microbatch that saves anything is entered in the ledger"
-        if way == call.state.links.behind and call.stash is not None:
+        if not (is_measured or layout):
+            return
+        needed = [bool(meta and meta.requires_grad) or (spec.is_open and may_need_later(meta)) for meta in spec.tensors]
+        if is_measured:
             memory.sent_bytes = MessageBytes.of(tensors, needed)
         if layout:
             count(memory, layout, tensors, needed)

@@ -236,6 +236,13 @@ def test_messages_of_a_plan_in_bytes_are_its_own() -> None:
         assert begins == [[0, 25], [4, 18], [9, 10]]
 
 
+def test_a_message_of_views_carries_what_its_receiver_gets() -> None:
+    """Two views of 3 bytes are one storage where they are made, and two where they arrive."""
+    stages = [StageSizes(parts=(1,), amounts=(Amount("in", came), Amount("out", sent))) for came, sent in ((0, 3), (6, 0))]
+    sizes, flow = Sizes(stages=tuple(stages), static=(0, 0)), build("1f1b", 2, 1).flow
+    assert [sizes.carried(Action(op, stage, 0), flow) for op, stage in ((Op.SEND_F, 0), (Op.RECV_F, 1))] == [6, 6]
+
+
 def test_latency_is_not_occupancy() -> None:
     """By hand: as above with 1 unit on the link and 5 of latency: arrivals at 7 and 8."""
     costs = Costs(output_bytes=1, gradient_bytes=0, link=Link(bytes_per_s=1, latency_s=5))

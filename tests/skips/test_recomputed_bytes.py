@@ -16,6 +16,7 @@ from bpipe.passes.recompute import recompute
 from bpipe.schedules import Costs, Link, Plan, build, finish
 from tests.occupied import Counting, Whose
 from tests.skips.models import Model, model_of
+from tests.skips.test_bytes import assert_as_planned
 from tests.skips.test_equality import schedules_of
 from tests.skips.test_in_place import WIDTH, Stage, hands_on, in_a_list, last, of_a_mask, output_too, plain, selects, view_of_output
 from tests.skips.test_in_place import from_list as uses_list
@@ -64,12 +65,7 @@ def counted(model: Model, plan: Plan, **how: Any) -> tuple[list[Any], list[Count
 
 def check(schedules: list[Any], counts: list[Counting]) -> None:
     assert any(schedules[0].plan.recomputed(rank) for rank in range(len(schedules)))
-    for schedule in schedules:
-        assert schedule.stats["device_peak_bytes"] == schedule.stats["predicted_device_peak_bytes"]
-        assert Plan.from_text(schedule.plan.to_text()) == schedule.plan
-    for count in counts:
-        for moment in count.moments():
-            assert moment.counted_after == moment.planned_after, moment
+    assert_as_planned(schedules, counts)
 
 
 def plan_of(model: Model) -> Plan:

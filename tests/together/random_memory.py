@@ -40,7 +40,7 @@ class Stage(nn.Module):
 
     def __init__(self, choices: random.Random, made: Sequence[str], kinds: Sequence[str], *, carries: bool) -> None:
         super().__init__()
-        self.made = dict(zip(made, choices.sample(kinds, len(made))))  # one tensor under two names counts twice (docs/skips.md)
+        self.made = dict(zip(made, choices.sample(kinds, len(made))))
         self.attends, self.end, self.carries = choices.random() < 0.6, choices.choice(("add", "tanh", "linear")), carries
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.gates = nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name, kind in self.made.items() if kind == "its own"})
@@ -109,6 +109,7 @@ class Case(NamedTuple):
         for part, rank in enumerate(ranks):
             made = [name for name, (source, *_) in skips.items() if source == part]
             too_much = {"input"} if part == 0 or rank in ranks[max(0, part - 1) : part] else set()  # docs/skips.md
+            too_much |= {choices.choice(("output", "view"))}  # one storage under two names
             too_much |= {"output", "view"} if carries and rank in ranks[part + 1 : part + 2] else set()
             kinds = [kind for kind in HANDED_ON if kind not in too_much]
             stages.append(Stage(choices, made, kinds, carries=carries).double())

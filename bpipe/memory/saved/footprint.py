@@ -93,10 +93,9 @@ def amount_of(name: str, value: MessageBytes, gradient: int | None, own: Contain
         own: the storages that the stage saved.
         other: a message that may carry the same tensors.
     """
-    both = [(key, *value.storages[key]) for key in value.storages.keys() & other.storages.keys()]
-    kept = sum(size for key, storage, size in both if key in own and not storage.expired())
-    joint = sum(size for key, _, size in both if key not in own)
-    return Amount(name, value.num_bytes, value.among(own), joint, gradient, kept)
+    both = MessageBytes(0, {key: one for key, one in value.storages.items() if key in other.storages})
+    joint = sum(size for key, (_, size) in both.storages.items() if key not in own)
+    return Amount(name, value.num_bytes, value.among(own), joint, gradient, both.among(own))
 
 
 def _largest(amounts: Iterable[Amount]) -> tuple[Amount, ...]:
