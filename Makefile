@@ -16,9 +16,9 @@ TORCHRUN := $(VENV)/bin/torchrun --nnodes 1 --nproc-per-node $(STAGES) \
 # takes a minute to compile all.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Three tests at a time, because many wait for each other's processes.
+# Four tests at a time, because many wait for each other's processes.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest
-SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
+SIDE_BY_SIDE := --numprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all test-timed test-trainers test-page test-newest test-release bench gpu docs lint clean

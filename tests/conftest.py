@@ -85,6 +85,14 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     return (yield from decided(item))
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nor look for garbage among what a file's tests leave, such as modules: collecting takes seconds where Dynamo is loaded."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     return (yield from decided(item))

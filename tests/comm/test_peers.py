@@ -135,6 +135,13 @@ def test_strangers_do_not_get_in(store):
             peer.close()
 
 
+@pytest.fixture
+def _some_never_come(monkeypatch):
+    """A rank that gives up waits for them, to tell them."""
+    monkeypatch.setattr("bpipe.comm.rendezvous.farewell.TELL_S", 0.1)
+
+
+@pytest.mark.usefixtures("_some_never_come")
 def test_one_that_gives_up_is_missed_by_those_who_came(store):
     """Rank 1 gives up when rank 0 has come: rank 0 hears it, and waits no longer for rank 2."""
 
@@ -149,6 +156,7 @@ def test_one_that_gives_up_is_missed_by_those_who_came(store):
     assert isinstance(second, TimeoutError)
 
 
+@pytest.mark.usefixtures("_some_never_come")
 def test_a_rank_that_says_where_it_is_and_is_not_there_is_named(store):
     store.set("key/0", encode(Endpoint((("127.0.0.1", 1),), "elsewhere", b"x" * 16)))
     notes: list[str] = []
@@ -205,6 +213,7 @@ def test_a_call_that_ends_is_dropped_and_the_next_one_awaited(store, monkeypatch
     close(found)
 
 
+@pytest.mark.usefixtures("_some_never_come")
 def test_a_rank_that_ends_and_does_not_come_back_has_given_up(store, monkeypatch):
     monkeypatch.setattr("bpipe.comm.rendezvous.meeting.RETURN_S", 0.2)
 

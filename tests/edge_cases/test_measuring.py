@@ -390,10 +390,10 @@ def test_attributes_that_a_backward_changes_are_warned_of(caplog):
 # Several stages on a rank.
 
 
-def test_measured_in_order_the_sizes_are_the_same():
-    for schedule, way in ((bpipe.OneFOneB, "parts"), (bpipe.GPipe, "recompute"), (bpipe.ZBV, "whole")):
-        found = [planned(schedule, {**WAYS[way], "measure": measure}) for measure in ("auto", "in_order")]
-        assert found[0] == found[1]
+@pytest.mark.parametrize("schedule, way", [(bpipe.OneFOneB, "parts"), (bpipe.GPipe, "recompute"), (bpipe.ZBV, "whole")])
+def test_measured_in_order_the_sizes_are_the_same(schedule, way):
+    found = [planned(schedule, {**WAYS[way], "measure": measure}) for measure in ("auto", "in_order")]
+    assert found[0] == found[1]
 
 
 def planned(schedule: type[bpipe.Schedule], options: dict[str, Any]) -> Any:
@@ -516,10 +516,10 @@ def test_ranks_of_a_loopback_that_share_random_numbers():
         loopback.step(schedules, *batch(0).args, target=batch(0).target)
 
 
-def test_quiet_stages_of_a_rank_are_measured_one_microbatch_at_a_time(caplog):
+@pytest.mark.parametrize("schedule", HELD, ids=lambda schedule: schedule.rule)
+def test_quiet_stages_of_a_rank_are_measured_one_microbatch_at_a_time(schedule, caplog):
     caplog.set_level(logging.INFO, "bpipe")
-    for schedule in HELD:
-        assert_plains(case_of(lambda: [Block(dropout=0.0) for _ in range(NUM_STAGES)]), schedule)
+    assert_plains(case_of(lambda: [Block(dropout=0.0) for _ in range(NUM_STAGES)]), schedule)
     assert "own order" not in caplog.text
 
 

@@ -229,7 +229,7 @@ def test_growth_in_microbatches_that_stay_is_measured_anew(caplog):
     """The last stage evicts nothing."""
     caplog.set_level(logging.INFO, "bpipe")
     live, schedules, modules = watched("bytes", Deepening)
-    for step in range(5):
+    for step in range(4):
         modules[-1].size = 4 if step >= 2 else 1
         live.step(*batch(step))
     assert "microbatch of stage 3 saves more than planned" in caplog.text

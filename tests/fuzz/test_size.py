@@ -169,7 +169,7 @@ def test_fifty_thousand_stages_are_checked_at_once(skips: tuple[tuple[int, ...],
 
 
 def test_timelines_without_times_take_no_room_for_them() -> None:
-    text = _timelines(700)
+    text = _timelines(500)
     tracemalloc.start()
     assert not _attempt(_read_trace, text)
     peak = tracemalloc.get_traced_memory()[1]

@@ -95,7 +95,7 @@ def unlimited(plan: Plan) -> Plan:
 
 
 SMALL: dict[str, Callable[[], Plan]] = {
-    "fits": lambda: build("1f1b", 2, 4, slots=(2, 1)),
+    "fits": lambda: build("1f1b", 2, 3, slots=(2, 1)),
     "no room to spare": lambda: build("gpipe", 2, 5, slots=(3, 7)),
     "an acceptor busy itself": lambda: build("gpipe", 3, 4, slots=(3, 4, 5)),
     "eager": lambda: build("balanced_1f1b", 4, 4, rule="eager"),
