@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("all", max_examples=50, **COMMON)
     settings.load_profile("few" if tier == Tier.TEST or config.getoption("--write-seconds") else "all")
     if config.getoption("--write-seconds") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(tiers.Stopwatch())
+        config.pluginmanager.register(tiers.Stopwatch(are_all=tier == "every"))
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -241,9 +241,14 @@ def has_none(path: Path, tier: str) -> bool:
 
 
 class Stopwatch:
-    """A plugin that renews `seconds.json` for the functions that ran."""
+    """A plugin that renews `seconds.json` for the functions that ran.
 
-    def __init__(self) -> None:
+    Args:
+        are_all: whether all cases of these functions ran: of others, what is known of theirs stays.
+    """
+
+    def __init__(self, *, are_all: bool) -> None:
+        self._are_all = are_all
         self._took: dict[str, dict[str, float]] = defaultdict(dict)  # by function, then by case
 
     def pytest_sessionstart(self) -> None:
@@ -258,14 +263,14 @@ class Stopwatch:
 
     def pytest_sessionfinish(self) -> None:
         before = measured()
-        ran = {case for took in self._took.values() for case in took}
-        long = {test: took for test, took in before.long.items() if test not in ran}
+        ran = {*self._took} if self._are_all else {case for took in self._took.values() for case in took}
+        long = {test: took for test, took in before.long.items() if not {test, test.partition("[")[0]} & ran}
         mean = {function: took for function, took in before.mean.items() if function not in self._took}
         for function, took in self._took.items():
             long |= {test: round(seconds, 1) for test, seconds in took.items() if seconds >= LONG_S}
             short = [seconds for seconds in took.values() if seconds < LONG_S]
-            is_known = function in before.mean and bool(short)  # maybe by cases that did not run now
-            if is_known or sum(short) > BUDGET_S or (len(short) == 1 and short[0] > BESIDE_S):
+            is_known = function in before.mean and not self._are_all  # by cases that did not run now
+            if short and (is_known or sum(short) > BUDGET_S or (len(short) == 1 and short[0] > BESIDE_S)):
                 mean[function] = round(statistics.mean(short), 2)
         table = {"long": dict(sorted(long.items())), "mean": dict(sorted(mean.items()))}
         SECONDS.write_text(json.dumps(table, indent=0) + "\n")

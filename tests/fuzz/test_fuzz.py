@@ -12,7 +12,7 @@ from bpipe.errors import BPipeError, is_printable
 from tests.fuzz.mutations import mutated
 from tests.fuzz.readers import READERS
 
-SLOW = {"trace": 8, "trace command": 8, "compare": 8}  # how much longer one example of these takes
+SLOW = {"trace": 8, "trace command": 8, "compare": 8, "advise": 8}  # how much longer one example of these takes
 MEMORY, ALLOWANCE = 400, 2**23  # bytes for each byte of input, and in any case: caches, tables, an import
 
 
