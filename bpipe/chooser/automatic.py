@@ -103,8 +103,9 @@ def auto(
     order, as `Balanced` finds out, the order of `start` stays, and only what leaves the memory is chosen.
 
     Args:
-        stages: this rank's `PipelineStage`, or a list of them; or a whole model that `bpipe.split_model` can cut between layers, or
-            else `bpipe.split_traced`, with the same weights on all ranks, and then the call is collective.
+        stages: this rank's `PipelineStage`, or a list of them; or a whole model that `bpipe.split_transformer` or
+            `bpipe.split_model` can cut between layers, or else `bpipe.split_traced`, with the same weights on all ranks, and then
+            the call is collective.
         batch: for stages, the number of microbatches m. For a model, positional arguments of a step, whose rows are cut: one
             tensor, or a tuple.
         loss_fn: as in `Schedule`.
@@ -113,7 +114,7 @@ def auto(
             the rank in the middle has the same two stages either way.
         slices: for stages that take slices of sequences, how many a microbatch is cut into.
         target: for a model, what `loss_fn` gets for the batch.
-        layers: for a model, as `bpipe.measure_layers` takes them.
+        layers: for a model, as `bpipe.measure_layers` takes them; default: those of `bpipe.transformer_layers`, or that one's.
         microbatch_sizes: for a model, to choose from; default: such as give p, 2p and 4p microbatches.
         stages_per_rank: for a model, to choose from.
         device: for a model, the device of this rank's stages; on rank 0 the model is on one of the same kind.

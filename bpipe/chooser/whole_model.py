@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
@@ -28,17 +29,22 @@ from bpipe.partition.measure import measure_layers
 from bpipe.partition.model_split import split_model
 from bpipe.partition.split_check import DifferenceError, compare
 from bpipe.partition.traced import split_traced
+from bpipe.partition.transformers import split_transformer, transformer_layers
 from bpipe.training.pipeline_ranks import Ranks
 
 __all__: list[str] = []
 
 MOST_SIZES = 3  # of microbatches that are measured, unless the user names sizes
+CUTS: dict[str, Callable[..., list[nn.Module]]] = {
+    "chain": split_model,
+    "transformer": partial(split_transformer, prove=False),  # compared with the model on the user's own batch
+}
 
 
 class Chosen(NamedTuple):
     """What rank 0 has chosen, or why it could not."""
 
-    is_traced: bool  # whether the model is no chain of its layers, and is cut by a trace
+    way: str  # of CUTS; or an empty text: the model is no chain of its layers, and is cut by a trace
     choice: str  # as JSON
     refusal: str = ""
 
@@ -103,10 +109,11 @@ class WholeModel:
         if rank == 0:
             numbers = " ".join(str(len(names)) for names in choice.stages)
             RankLog(0).info("auto: cut the model into stages of %s layers; by these alone, best is %s", numbers, choice.name)
-        if chosen.is_traced:
-            parts, skips = split_traced(self.model, choice.stages, self._example(choice.microbatch_size), prove=False)
+        skips: dict[str, Any] = {}
+        if chosen.way:
+            parts = CUTS[chosen.way](self.model, choice.stages)
         else:
-            parts, skips = split_model(self.model, choice.stages), {}
+            parts, skips = split_traced(self.model, choice.stages, self._example(choice.microbatch_size), prove=False)
         stages = [
             PipelineStage(parts[stage].to(self.device), stage, plan.num_stages, self.device, self.group, skips=skips)
             for stage in plan.stages_of(rank)
@@ -122,12 +129,12 @@ class WholeModel:
             found: Chosen = once(group.loopback, asked, lambda: self._chosen(num_ranks, question))
             return found
         failure: Exception | None = None
-        chosen = Chosen(False, "")
+        chosen = Chosen("", "")
         if rank == 0:
             try:
                 chosen = self._chosen(num_ranks, question)
             except Exception as error:
-                failure, chosen = error, Chosen(False, "", format_error(error))
+                failure, chosen = error, Chosen("", "", format_error(error))
         chosen = decode(Chosen, Ranks(group, "").gather_bytes(encode(chosen))[0], "cut", inf)
         if failure is not None:
             raise failure
@@ -143,12 +150,13 @@ class WholeModel:
                 "other times: move it there first on rank 0, or cut it by bpipe.choose_plan and bpipe.split_model"
             )
         sizes = self._sizes(rows, num_ranks)
-        layers = {size: self._measured(self.model, size, self.layers) for size in sizes}
+        way, asked = self._way()
+        layers = {size: self._measured(self.model, size, asked) for size in sizes}
         choice = self._best(layers, num_ranks, rows, question)
         example = self._example(choice.microbatch_size)
-        found = self._difference(split_model(self.model, choice.stages), example)
+        found = self._difference(CUTS[way](self.model, choice.stages), example)
         if found is None:
-            return Chosen(False, choice.to_json())
+            return Chosen(way, choice.to_json())
         names = [one.names for one in layers[sizes[0]]]
         try:
             parts = split_traced(self.model, names, example)
@@ -157,7 +165,15 @@ class WholeModel:
             split_traced(self.model, choice.stages, self._example(choice.microbatch_size))
         except ConfigurationError as error:
             raise ConfigurationError(f"it is no chain of its layers ({found}), and no trace cuts it: {error}") from error
-        return Chosen(True, choice.to_json())
+        return Chosen("", choice.to_json())
+
+    def _way(self) -> tuple[str, Sequence[str | Sequence[str]] | None]:
+        """Return how the model is cut, and the layers between which."""
+        try:
+            layers = transformer_layers(self.model)
+        except ConfigurationError:
+            return "chain", self.layers
+        return "transformer", self.layers or layers
 
     def _difference(self, parts: Sequence[nn.Module], example: tuple[Any, ...]) -> DifferenceError | None:
         """Return what stages do otherwise than the model; None if nothing shows it, or if the model differs from itself, too."""

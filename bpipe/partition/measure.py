@@ -26,7 +26,7 @@ from bpipe.model.preserve_state import preserved_state
 from bpipe.model.pytree import mapped
 from bpipe.partition.name_lists import CONTAINERS, Names, is_series
 from bpipe.partition.observe import Loss, Seen, observed
-from bpipe.partition.split_check import in_a_row
+from bpipe.partition.split_check import in_a_row, without_cache
 from bpipe.plan.sizes import Amount
 
 __all__ = ["measure_layers"]
@@ -100,7 +100,7 @@ def measure_layers(
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs)))}
     measured, num_runs = (_operations(flops_per_s), 1) if is_meta else (clock(devices), repeats + 1)
     with preserved_state([model]), torch.enable_grad():
-        seen = observed(model, modules, args, kwargs or {}, loss_fn, target)
+        seen = observed(model, modules, args, {**without_cache(model), **(kwargs or {})}, loss_fn, target)
         times = {name: _timed(modules.get(name, loss_fn), one, measured, num_runs) for name, one in seen.items()}
     silent = [name for name in modules if name not in seen]
     if silent:

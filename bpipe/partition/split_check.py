@@ -83,7 +83,7 @@ def compare(
     shared = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in staged}
     with torch.enable_grad():
         with preserved_state([model, *parts]):
-            expected = flattened(plain(model, model(*copied(args), **copied({**_without_cache(model), **kwargs}))))
+            expected = flattened(plain(model, model(*copied(args), **copied({**without_cache(model), **kwargs}))))
             gradients = gradients_of(expected, shared)
             buffers = {} if skips is None else copied(dict(model.named_buffers()))
         if is_exact and not _is_telling(expected):
@@ -126,7 +126,7 @@ def gradients_of(outputs: Sequence[Any], parameters: dict[str, nn.Parameter]) ->
     return {name: parameter.grad for name, parameter in parameters.items()}
 
 
-def _without_cache(model: nn.Module) -> dict[str, bool]:
+def without_cache(model: nn.Module) -> dict[str, bool]:
     """Return the argument that turns off a Hugging Face model's cache, because a cache changes the layout of keys or the mask."""
     named = inspect.signature(model.forward).parameters
     takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in named.values())

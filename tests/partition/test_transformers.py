@@ -150,7 +150,7 @@ def test_cut_by_measured_layers_and_by_numbers_of_layers() -> None:
     model = model_of("llama")
     groups = transformer_layers(model)
     assert groups == [("model.embed_tokens",), *((f"model.layers.{i}",) for i in range(4)), ("model.norm", "lm_head")]
-    layers = bpipe.measure_layers(model, inputs()["x"], {"use_cache": False}, layers=groups)
+    layers = bpipe.measure_layers(model, inputs()["x"], layers=groups)
     choice = bpipe.choose_stages(layers, 3, 6)
     bpipe.check_split(model, split_transformer(model, choice.stages), inputs()["x"])
     assert [len(part.model.layers) for part in split_transformer(model, [2, 1, 1])] == [2, 1, 1]
