@@ -42,7 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("all", max_examples=50, **COMMON)
     settings.load_profile("few" if tier == Tier.TEST or config.getoption("--write-seconds") else "all")
     if config.getoption("--write-seconds") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(tiers.Stopwatch(are_all=tier == "every"))
+        some = again or config.option.keyword or config.option.markexpr or any("[" in one for one in config.args)
+        config.pluginmanager.register(tiers.Stopwatch(are_all=tier == "every" and not some))
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -87,7 +88,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Nor look for garbage among what a file's tests leave, such as modules: collecting takes seconds where Dynamo is loaded."""
+    """Look for no garbage among what a file's tests leave, such as modules: it takes seconds where Dynamo is loaded."""
     if nextitem is None or nextitem.path != item.path:
         gc.collect()
         gc.freeze()

@@ -59,7 +59,6 @@ class LiveRanks:
             gc.freeze()  # what is there already need not be looked through each time
         with _Noting(self), patch.object(torch, "get_rng_state", self._random_state):
             self._loopback.step(self._schedules, x, target=target, return_outputs=False, **kwargs)
-        gc.unfreeze()
         return [(rank.peak, schedule.stats) for rank, schedule in zip(self._ranks, self._schedules)]
 
     def between(self) -> list[tuple[int, int]]:

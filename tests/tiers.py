@@ -13,9 +13,9 @@
 
 A test with Hypothesis that is short with few examples runs in `make test` with these, and in `make test-all` with all of its own.
 
-`seconds.json` has what was measured: `make test ARGS="--tier every --write-seconds"` renews it, on a quiet machine, or a part of it
-with a folder's name. A test that it does not have counts as short. `make test ARGS="-n 0 --explain-tiers"` prints each test's
-tier, and why.
+`seconds.json` has what was measured: `make test SIDE_BY_SIDE= ARGS="--tier every --write-seconds"` renews it, on a quiet machine,
+or a part of it with a folder's name. A test that it does not have counts as short. `make test ARGS="-n 0 --explain-tiers"` prints
+each test's tier, and why.
 """
 
 from __future__ import annotations
@@ -265,12 +265,11 @@ class Stopwatch:
         before = measured()
         ran = {*self._took} if self._are_all else {case for took in self._took.values() for case in took}
         long = {test: took for test, took in before.long.items() if not {test, test.partition("[")[0]} & ran}
-        mean = {function: took for function, took in before.mean.items() if function not in self._took}
+        mean = {function: took for function, took in before.mean.items() if function not in self._took or not self._are_all}
         for function, took in self._took.items():
             long |= {test: round(seconds, 1) for test, seconds in took.items() if seconds >= LONG_S}
             short = [seconds for seconds in took.values() if seconds < LONG_S]
-            is_known = function in before.mean and not self._are_all  # by cases that did not run now
-            if short and (is_known or sum(short) > BUDGET_S or (len(short) == 1 and short[0] > BESIDE_S)):
+            if short and (function in mean or sum(short) > BUDGET_S or (len(short) == 1 and short[0] > BESIDE_S)):
                 mean[function] = round(statistics.mean(short), 2)
         table = {"long": dict(sorted(long.items())), "mean": dict(sorted(mean.items()))}
         SECONDS.write_text(json.dumps(table, indent=0) + "\n")

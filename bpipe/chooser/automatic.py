@@ -107,14 +107,14 @@ def auto(
             `bpipe.split_model` can cut between layers, or else `bpipe.split_traced`, with the same weights on all ranks, and then
             the call is collective.
         batch: for stages, the number of microbatches m. For a model, positional arguments of a step, whose rows are cut: one
-            tensor, or a tuple.
+            tensor, or a tuple; for a model of Transformers `input_ids` alone.
         loss_fn: as in `Schedule`.
         start: for stages, the name of the schedule that they are placed for; default: "1f1b", and for several stages a rank, "zbv"
             if the rank has stages x and 2p-1-x, and "interleaved_1f1b" if it has x, x+p and so on. Give it where p is odd, because
             the rank in the middle has the same two stages either way.
         slices: for stages that take slices of sequences, how many a microbatch is cut into.
         target: for a model, what `loss_fn` gets for the batch.
-        layers: for a model, as `bpipe.measure_layers` takes them; default: those of `bpipe.transformer_layers`, or that one's.
+        layers: for a model, as `bpipe.measure_layers` takes them; default: of a model of Transformers its `transformer_layers`.
         microbatch_sizes: for a model, to choose from; default: such as give p, 2p and 4p microbatches.
         stages_per_rank: for a model, to choose from.
         device: for a model, the device of this rank's stages; on rank 0 the model is on one of the same kind.

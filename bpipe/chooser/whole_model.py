@@ -27,7 +27,8 @@ from bpipe.model.pytree import mapped
 from bpipe.model.stage import PipelineStage
 from bpipe.partition.measure import measure_layers
 from bpipe.partition.model_split import split_model
-from bpipe.partition.split_check import DifferenceError, compare
+from bpipe.partition.router_loss import plain
+from bpipe.partition.split_check import DifferenceError, compare, is_repeatable
 from bpipe.partition.traced import split_traced
 from bpipe.partition.transformers import split_transformer, transformer_layers
 from bpipe.training.pipeline_ranks import Ranks
@@ -37,14 +38,14 @@ __all__: list[str] = []
 MOST_SIZES = 3  # of microbatches that are measured, unless the user names sizes
 CUTS: dict[str, Callable[..., list[nn.Module]]] = {
     "chain": split_model,
-    "transformer": partial(split_transformer, prove=False),  # compared with the model on the user's own batch
+    "transformer": partial(split_transformer, prove=False),  # which rank 0 has proven
 }
 
 
 class Chosen(NamedTuple):
     """What rank 0 has chosen, or why it could not."""
 
-    way: str  # of CUTS; or an empty text: the model is no chain of its layers, and is cut by a trace
+    way: str  # of CUTS, or "trace": the model is no chain of its layers
     choice: str  # as JSON
     refusal: str = ""
 
@@ -110,7 +111,7 @@ class WholeModel:
             numbers = " ".join(str(len(names)) for names in choice.stages)
             RankLog(0).info("auto: cut the model into stages of %s layers; by these alone, best is %s", numbers, choice.name)
         skips: dict[str, Any] = {}
-        if chosen.way:
+        if chosen.way in CUTS:
             parts = CUTS[chosen.way](self.model, choice.stages)
         else:
             parts, skips = split_traced(self.model, choice.stages, self._example(choice.microbatch_size), prove=False)
@@ -150,30 +151,48 @@ class WholeModel:
                 "other times: move it there first on rank 0, or cut it by bpipe.choose_plan and bpipe.split_model"
             )
         sizes = self._sizes(rows, num_ranks)
-        way, asked = self._way()
-        layers = {size: self._measured(self.model, size, asked) for size in sizes}
+        way, asked = self._way(num_ranks)
+        loss_fn = self.loss_fn if way == "chain" else self._loss_of_logits
+        layers = {size: self._measured(self.model, size, asked, loss_fn) for size in sizes}
         choice = self._best(layers, num_ranks, rows, question)
         example = self._example(choice.microbatch_size)
         found = self._difference(CUTS[way](self.model, choice.stages), example)
         if found is None:
             return Chosen(way, choice.to_json())
+        if way == "transformer":
+            raise ConfigurationError(
+                f"its stages, as split_transformer cuts them, do something else with the batch: {found}. Give auto input_ids, and "
+                "give step what else the model takes, by name"
+            )
         names = [one.names for one in layers[sizes[0]]]
         try:
             parts = split_traced(self.model, names, example)
-            traced = {size: self._measured(parts, size, names) for size in sizes}
+            traced = {size: self._measured(parts, size, names, self.loss_fn) for size in sizes}
             choice = self._best(traced, num_ranks, rows, question)
             split_traced(self.model, choice.stages, self._example(choice.microbatch_size))
         except ConfigurationError as error:
             raise ConfigurationError(f"it is no chain of its layers ({found}), and no trace cuts it: {error}") from error
-        return Chosen("", choice.to_json())
+        return Chosen("trace", choice.to_json())
 
-    def _way(self) -> tuple[str, Sequence[str | Sequence[str]] | None]:
-        """Return how the model is cut, and the layers between which."""
+    def _way(self, num_stages: int) -> tuple[str, Sequence[str | Sequence[str]] | None]:
+        """Return how the model is cut, and the layers between which: as one of Transformers where `split_transformer` proves it."""
         try:
             layers = transformer_layers(self.model)
         except ConfigurationError:
             return "chain", self.layers
-        return "transformer", self.layers or layers
+        try:
+            split_transformer(self.model, num_stages)
+        except ConfigurationError as error:
+            if self.layers is None:
+                raise
+            RankLog(0).info("auto: not cut as a model of Transformers: %s", error)
+            return "chain", self.layers
+        return "transformer", layers if self.layers is None else self.layers
+
+    def _loss_of_logits(self, output: Any, target: Any) -> torch.Tensor:
+        """Return the loss of the whole model's output, of which the last stage returns a tensor."""
+        loss: torch.Tensor = self.loss_fn(plain(self.model, output), target)
+        return loss
 
     def _difference(self, parts: Sequence[nn.Module], example: tuple[Any, ...]) -> DifferenceError | None:
         """Return what stages do otherwise than the model; None if nothing shows it, or if the model differs from itself, too."""
@@ -182,14 +201,12 @@ class WholeModel:
             return None
         except DifferenceError as error:
             found = error
-        try:
-            compare(self.model, [self.model], example, {})
-        except DifferenceError:
+        if isinstance(found.__cause__, torch.OutOfMemoryError):
             return None
-        return None if isinstance(found.__cause__, torch.OutOfMemoryError) else found
+        return found if found.__cause__ is not None or is_repeatable(self.model, example) else None
 
-    def _measured(self, model: Any, size: int, names: Sequence[str | Sequence[str]] | None) -> tuple[LayerCost, ...]:
-        example, target, loss_fn = self._example(size), _first_rows(self.target, _rows(self.batch), size), self.loss_fn
+    def _measured(self, model: Any, size: int, names: Sequence[str | Sequence[str]] | None, loss_fn: Any) -> tuple[LayerCost, ...]:
+        example, target = self._example(size), _first_rows(self.target, _rows(self.batch), size)
         return measure_layers(model, example, layers=names, loss_fn=loss_fn, target=target, repeats=3)
 
     def _best(self, layers: dict[int, tuple[LayerCost, ...]], num_ranks: int, rows: int, question: dict[str, Any]) -> Choice:

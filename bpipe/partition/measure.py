@@ -49,11 +49,11 @@ def measure_layers(
 ) -> tuple[LayerCost, ...]:
     """Measure what each layer of a model takes for one microbatch, for `bpipe.choose_stages`.
 
-    The model runs once as a whole, which shows the order of its layers, what each is given, and what each saves. Then each layer
-    runs alone, forward and backward, and is timed; so is a backward that is split into halves, for schedules that split it. On the
-    meta device the operations of matrix products and attention are counted instead, so that a model that fits on no device can be
-    cut; attention counts there as one kernel that does not save its weights. The model is left unchanged. Not collective; blocks
-    the host. Two ranks never measure the same: measure on one.
+    The model runs once as a whole, one of Transformers without its cache, which shows the order of its layers, what each is given,
+    and what each saves. Then each layer runs alone, forward and backward, and is timed; so is a backward that is split into halves,
+    for schedules that split it. On the meta device the operations of matrix products and attention are counted instead, so that a
+    model that fits on no device can be cut; attention counts there as one kernel that does not save its weights. The model is left
+    unchanged. Not collective; blocks the host. Two ranks never measure the same: measure on one.
 
     Where layers hand values on to later ones than the next, as in a U-Net, cut the model into single layers, and measure these:
 
@@ -99,8 +99,9 @@ def measure_layers(
         args, kwargs, target = mapped(lambda one: one.to("meta"), (args, kwargs, target))
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs)))}
     measured, num_runs = (_operations(flops_per_s), 1) if is_meta else (clock(devices), repeats + 1)
+    no_cache = without_cache(model) if isinstance(getattr(model, "base_model", None), nn.Module) else {}
     with preserved_state([model]), torch.enable_grad():
-        seen = observed(model, modules, args, {**without_cache(model), **(kwargs or {})}, loss_fn, target)
+        seen = observed(model, modules, args, {**no_cache, **(kwargs or {})}, loss_fn, target)
         times = {name: _timed(modules.get(name, loss_fn), one, measured, num_runs) for name, one in seen.items()}
     silent = [name for name in modules if name not in seen]
     if silent:

@@ -106,6 +106,26 @@ def compare(
                     raise DifferenceError(f"the buffer {name} gets another value")
 
 
+def is_repeatable(model: nn.Module, args: Sequence[Any]) -> bool:
+    """Return whether a model does the same twice, from the same random state: of no other does a comparison tell anything."""
+    try:
+        compare(model, [_Itself(model)], args, {})
+    except DifferenceError:
+        return False
+    return True
+
+
+class _Itself(nn.Module):
+    """A model as the only stage of itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any) -> Any:
+        return plain(self.model, self.model(*args, **without_cache(self.model)))
+
+
 def _of_several(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
     """Return the buffers that several stages have."""
     found = [{id(buffer): buffer for buffer in part.buffers()} for part in parts]

@@ -176,7 +176,7 @@ NAMES = [["a", "b"], ["c", "d"]]
 
 
 def _cuts(rank: int, names: list[str]) -> dict[str, str]:
-    """For each model that is cut: 'same' as in a single process, 'other', or what is said; and how many forwards had run."""
+    """For each model that is cut: 'same' as in a single process, 'other', or what is said, and whether a forward had run."""
     found = {}
     for name in names:
         make = MODELS[name]
@@ -211,6 +211,7 @@ def _are_close(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def test_what_split_model_s_parts_share_is_refused_before_the_first_forward() -> None:
     """Memory, statistics: the error speaks of `TiedWeights` or of the statistics, on all ranks."""
     for rank in run_ranks(_cuts, 2, [*REFUSED]):
+        assert rank.keys() == REFUSED.keys()
         for name, said in rank.items():
             assert "TiedWeights" in said or "statistics" in said or "shar" in said, (name, said)
             assert "after a forward" not in said, (name, said)
@@ -218,12 +219,13 @@ def test_what_split_model_s_parts_share_is_refused_before_the_first_forward() ->
 
 def test_what_split_model_s_parts_share_otherwise_trains_as_in_a_single_process() -> None:
     for rank in run_ranks(_cuts, 2, [*FINE]):
-        assert all(said == "same" for said in rank.values()), rank
+        assert rank == dict.fromkeys(FINE, "same")
 
 
 def test_a_layer_that_another_stage_keeps_hidden_is_refused_where_it_gets_a_gradient() -> None:
     """`self.others = [layer]`, which hides it from `parameters()`: the other stage's process would train a copy of it."""
     for rank in run_ranks(_cuts, 2, [*HIDDEN]):
+        assert rank.keys() == HIDDEN.keys()
         for name, said in rank.items():
             assert "TiedWeights" in said and "of stage 0 got a gradient on stage 1" in said, (name, said)
 

@@ -357,6 +357,23 @@ def test_what_would_be_wrong_is_refused(kind: str) -> None:
         split_transformer(make(), 2)
 
 
+def by_auto(model: nn.Module, *batch: torch.Tensor) -> Any:
+    loopback = bpipe.Loopback(2)
+    how: Any = {"microbatch_sizes": [ROWS // M], "stages_per_rank": [1], "options": bpipe.Options(effort=0)}
+    return [bpipe.auto(model, batch, cross_entropy, target=inputs()["y"], group=loopback.rank(rank), **how) for rank in range(2)]
+
+
+def test_auto_cuts_what_is_proven_and_refuses_what_is_not() -> None:
+    """The loss gets logits, and stages get a mask by its name."""
+    x, llama = inputs()["x"], model_of("llama")
+    first, last = by_auto(llama, x)
+    assert first.modules[0].model.embed_tokens is llama.model.embed_tokens and last.modules[0].lm_head is llama.lm_head
+    with pytest.raises(ConfigurationError, match=r"with the batch: stage 0 of 2 cannot run: .* Give auto input_ids"):
+        by_auto(model_of("llama"), x, torch.ones_like(x))
+    with pytest.raises(ConfigurationError, match="XGLMForCausalLM cannot be cut by split_transformer: in a small model of its"):
+        by_auto(xglm(0.5), x)
+
+
 @pytest.mark.parametrize("factor", [1.0, 12.0])
 def test_a_factor_of_embeddings_is_applied_once(factor: float) -> None:
     config = transformers.GraniteConfig(**SIZES, num_key_value_heads=1, embedding_multiplier=factor, attention_multiplier=0.3)

@@ -105,7 +105,7 @@ def test_fingerprints_of_differing_plans_differ(plan: Plan, random: Random, muta
     assert other.fingerprint() != plan.fingerprint()
 
 
-def test_fingerprints_of_all_builds_differ() -> None:
+def test_fingerprints_of_builds_differ() -> None:
     sizes = [(rule, p, m) for rule in rules() for p in range(1, 6) for m in (1, 2, 3, 5, 8) if rule.allows(p, m)]
     built = [build(rule.name, p * rule.default_stages_per_rank, m) for rule, p, m in sizes]
     assert len({plan.fingerprint() for plan in built}) == len(set(built)) == len(built)
