@@ -47,6 +47,7 @@ class LiveRanks:
         self._ranks = [_Rank(self) for _ in schedules]
         self.count = self.outside = StorageCount()
         self.batch: list[torch.Tensor] = []
+        self._parts: list[nn.Module] = []  # all modules, looked for once in a step
         for schedule, rank in zip(schedules, self._ranks):
             schedule.session.observer = rank
 
@@ -54,11 +55,12 @@ class LiveRanks:
         """Run a step; for each rank, the most bytes that were counted, and its statistics."""
         for rank in self._ranks:
             rank.peak = rank.collected = 0
-        self.batch = [x, target]
+        self.batch, self._parts = [x, target], _parts(self._modules)
         if self.collects:
             gc.freeze()  # what is there already need not be looked through each time
         with _Noting(self), patch.object(torch, "get_rng_state", self._random_state):
             self._loopback.step(self._schedules, x, target=target, return_outputs=False, **kwargs)
+        self._parts = []
         return [(rank.peak, schedule.stats) for rank, schedule in zip(self._ranks, self._schedules)]
 
     def between(self) -> list[tuple[int, int]]:
@@ -77,10 +79,15 @@ class LiveRanks:
 
     def users(self) -> list[torch.Tensor]:
         """What is the user's."""
-        parameters = [parameter for module in self._modules for parameter in module.parameters()]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        buffers = [buffer for module in self._modules for buffer in module.buffers()]
+        parts = self._parts or _parts(self._modules)
+        parameters = [one for part in parts for one in part._parameters.values() if one is not None]
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        buffers = [one for part in parts for one in part._buffers.values() if one is not None]
         return [*parameters, *gradients, *buffers, *self.batch, *self._state()]
+
+
+def _parts(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    return [part for module in modules for part in module.modules()]
 
 
 class _Noting(TorchDispatchMode):

@@ -24,7 +24,7 @@ class StorageCount:
 
     def note(self, value: object) -> None:
         with self._lock:
-            for leaf in tree_leaves(value):
+            for leaf in value if type(value) is list else tree_leaves(value):
                 if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided:
                     storage = leaf.untyped_storage()
                     known = self._seen.get(storage._cdata)
