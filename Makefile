@@ -16,9 +16,11 @@ TORCHRUN := $(VENV)/bin/torchrun --nnodes 1 --nproc-per-node $(STAGES) \
 # takes a minute to compile all.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Four tests at a time, because many wait for each other's processes.
+# Four tests at a time, because many wait for each other's processes; of those that take long, three.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest
-SIDE_BY_SIDE := --numprocesses 4 --dist worksteal
+AT_A_TIME := 4
+test-all: AT_A_TIME := 3
+SIDE_BY_SIDE = --numprocesses $(AT_A_TIME) --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all test-timed test-trainers test-page test-newest test-release bench gpu docs lint clean

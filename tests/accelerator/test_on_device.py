@@ -31,13 +31,13 @@ def test_a_part_on_device() -> None:
     run("cuda", [*A_PART])
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_on_device(part: int) -> None:
     run("cuda", files("on_device", part, PARTS))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_on_second_make() -> None:
     run("accel", files("on_second_make"))
 
