@@ -18,9 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # Four tests at a time, because many wait for each other's processes; of those that take long, three.
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest
-AT_A_TIME := 4
-test-all: AT_A_TIME := 3
-SIDE_BY_SIDE = --numprocesses $(AT_A_TIME) --dist worksteal
+SIDE_BY_SIDE := --numprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all test-timed test-trainers test-page test-newest test-release bench gpu docs lint clean
@@ -38,7 +36,7 @@ test: $(READY) ## Run the tests, in four minutes: what each change should run
 
 # pytest ends with 5 where nothing was selected: that is right for a part without any.
 test-all: $(READY) ## Run all other tests, which `make test` leaves out: what each merge should run
-	$(PYTEST) $(SIDE_BY_SIDE) --tier all --durations 20 $(ARGS) || [ $$? -eq 5 -a -n "$(ARGS)" ]
+	$(PYTEST) $(SIDE_BY_SIDE:4=3) --tier all --durations 20 $(ARGS) || [ $$? -eq 5 -a -n "$(ARGS)" ]
 
 test-timed: $(READY) ## Run the tests that measure time, one after the other; on a busy machine they say so and decide nothing
 	$(PYTEST) --tier timed $(ARGS) || [ $$? -eq 5 -a -n "$(ARGS)" ]
