@@ -118,13 +118,7 @@ def trained(rank: int, num_ranks: int, *how: Any) -> dict[str, torch.Tensor]:
     warnings.simplefilter("ignore")
     schedule = schedule_of(*how, rank, num_ranks)
     [part] = schedule.modules if how[1] == "auto" else schedule.session.context.modules()
-    optimizer = torch.optim.SGD(part.parameters(), lr=0.1)
-    for step in range(STEPS):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        schedule.step(x, target=y, return_outputs=False)
-        optimizer.step()
-    schedule.close()
+    looped(schedule, part, Way(), optimizer_of(part, Way()), range(STEPS))
     return {name: one.detach().clone() for name, one in part.named_parameters()}
 
 
