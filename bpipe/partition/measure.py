@@ -99,9 +99,8 @@ def measure_layers(
         args, kwargs, target = mapped(lambda one: one.to("meta"), (args, kwargs, target))
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers(), *tensors_in((args, kwargs)))}
     measured, num_runs = (_operations(flops_per_s), 1) if is_meta else (clock(devices), repeats + 1)
-    no_cache = without_cache(model) if isinstance(getattr(model, "base_model", None), nn.Module) else {}
     with preserved_state([model]), torch.enable_grad():
-        seen = observed(model, modules, args, {**no_cache, **(kwargs or {})}, loss_fn, target)
+        seen = observed(model, modules, args, {**without_cache(model), **(kwargs or {})}, loss_fn, target)
         times = {name: _timed(modules.get(name, loss_fn), one, measured, num_runs) for name, one in seen.items()}
     silent = [name for name in modules if name not in seen]
     if silent:

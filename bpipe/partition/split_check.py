@@ -151,7 +151,8 @@ def without_cache(model: nn.Module) -> dict[str, bool]:
     named = inspect.signature(model.forward).parameters
     takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in named.values())
     is_asked = takes_more and getattr(getattr(model, "config", None), "use_cache", False) is True
-    return {"use_cache": False} if is_asked or "use_cache" in named else {}
+    is_theirs = isinstance(getattr(model, "base_model", None), nn.Module)
+    return {"use_cache": False} if is_theirs and (is_asked or "use_cache" in named) else {}
 
 
 def in_a_row(
