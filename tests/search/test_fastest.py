@@ -99,11 +99,12 @@ def test_progress_goes_from_nothing_to_all() -> None:
     assert told == sorted(told) and told[-1] == pytest.approx(1.0) and 0 < told[0] < 1
 
 
-def test_many_random_tables() -> None:
+@pytest.mark.parametrize("first", [5000, 5010])
+def test_many_random_tables(first: int) -> None:
     """The study in short: benchmarks/RESULTS.md has more of them."""
-    rows = [row for index in range(40) for row in measured(5000 + index)]
+    rows = [row for index in range(first, first + 10) for row in measured(index)]
     assert all(row["not_worse"] for row in rows) and all(row["replays"] for row in rows if row["found"])
-    assert sum(row["found"] for row in rows) > 30 and max(float(row["gain"] or 0) for row in rows) > 0.03
+    assert sum(row["found"] for row in rows) > 7 and max(float(row["gain"] or 0) for row in rows) > 0.03
 
 
 def test_small_tables_are_nearly_solved() -> None:
