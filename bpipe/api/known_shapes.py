@@ -7,20 +7,11 @@ from dataclasses import dataclass, field
 
 from bpipe.memory.ledger import Key
 from bpipe.memory.saved.footprint import Footprint, covering, largest_of, with_margin
-from bpipe.plan.sizes import Amount, StageSizes
+from bpipe.plan.sizes import StageSizes
 from bpipe.schedules import Plan
+from bpipe.session.report import RankSizes
 
 __all__: list[str] = []
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredSizes:
-    """The results of a step that measured, on this rank: its stages' sizes, its modules' static bytes, and the returned bytes."""
-
-    stages: dict[int, tuple[StageSizes, ...]]  # by slice
-    exchanged: Mapping[int, tuple[Amount, ...]]  # the gradients that each stage exchanges with other ranks
-    held_bytes: int
-    returned_bytes: int
 
 
 @dataclass(slots=True)
@@ -28,9 +19,11 @@ class Shapes:
     """Everything known about steps whose inputs look alike."""
 
     revisions: tuple[int, ...] = ()  # how often each rank had asked to measure again when these were measured
-    measured: MeasuredSizes | None = None  # the results of the latest step that measured
+    measured: RankSizes | None = None  # the sizes by the latest step that measured, or by a dry run
+    is_predicted: bool = False  # whether no step has shown yet that a dry run's are right
+    must_measure: bool = False  # because a dry run could not go on, or its sizes were wrong
     plan: Plan | None = None  # the plan made from them
-    states: tuple[int, ...] = ()  # the bytes of each rank's optimizer states when the plan was made
+    states: tuple[tuple[int, int], ...] = ()  # of each rank when the plan was made: optimizer states' bytes, wrong predictions
     seen: dict[tuple[int, int], StageSizes] = field(default_factory=dict)  # the largest slice of each stage that exceeded its plan
     static_bytes: int = 0  # those of this rank's modules: the most that were planned with, or seen since
     varying: set[int] = field(default_factory=set)  # the stages whose microbatches took different memory in one step
@@ -43,13 +36,19 @@ class Shapes:
         self.revisions, self.measured, self.plan = revisions, None, None
         return was_known
 
-    def replan(self, states: tuple[int, ...]) -> bool:
-        """Forget the plan, but not the sizes, if ranks have other optimizer states; return whether there was a plan."""
+    def replan(self, states: tuple[tuple[int, int], ...]) -> bool:
+        """Forget the plan, but not the sizes, if ranks have other optimizer states, or other sizes; return whether there was one."""
         if self.states == states:
             return False
         was_known = self.plan is not None
         self.states, self.plan = states, None
         return was_known
+
+    def prove(self, found: RankSizes) -> bool:
+        """Take the sizes that a step has shown in place of a dry run's; return whether they are the same."""
+        is_equal = found == self.measured
+        self.measured, self.is_predicted, self.must_measure = found, False, self.must_measure or not is_equal
+        return is_equal
 
     def stages(self, margin: float) -> dict[int, tuple[StageSizes, ...]]:
         """Return sizes of each slice that cover the measured step and later ones, with a margin for stages that vary."""

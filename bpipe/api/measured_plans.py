@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from bpipe.api.known_shapes import Comparison, MeasuredSizes, Shapes
+from bpipe.api.known_shapes import Comparison, Shapes
 from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.policy import Policy
 from bpipe.comm.health.agreement import RoomRecord, StepRecord
@@ -19,12 +19,11 @@ from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
 from bpipe.engine.shared import why_in_order
 from bpipe.errors import AgreementError, BudgetError, CommError, format_error
-from bpipe.flow.shape_arguments import Holders
 from bpipe.memory.recent import Recent
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
 from bpipe.model import microbatch as mb
-from bpipe.model.plain_numbers import InputForms
 from bpipe.parallel.replicas import difference
+from bpipe.parallel.shared_weights import NOTHING, Shared
 from bpipe.passes.balance.outcome import outcome
 from bpipe.passes.communicate import computations_only
 from bpipe.passes.gradient_exchanges import summing
@@ -32,12 +31,13 @@ from bpipe.passes.profiling_order import profiling_order
 from bpipe.plan.action import COMPUTE
 from bpipe.plan.amounts import show_each
 from bpipe.plan.sizes import Sizes
+from bpipe.prediction.dry_run import DryRun, has_ended
 from bpipe.schedules import Op, Plan, finish
 from bpipe.session.context import RankContext
 from bpipe.session.filler import both
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
-from bpipe.session.report import Report
+from bpipe.session.report import RankSizes, Report
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
 
 __all__: list[str] = []
@@ -56,12 +56,14 @@ class MeasuredRecord(RoomRecord):
         form: a digest of its inputs without those plain numbers that do not decide what is saved.
         states: the bytes of its optimizer states, and of the gradients that it sets aside.
         inputs: where replicas compare, a digest of what the inputs look like, apart from the modules.
+        num_wrong: how often a step has shown other sizes on the rank than a dry run.
     """
 
     revision: int = 0
     form: bytes = b""
     states: int = 0
     inputs: bytes = b""
+    num_wrong: int = 0
 
 
 class MeasuredPlans(PlanSource):
@@ -74,6 +76,7 @@ class MeasuredPlans(PlanSource):
     """
 
     compares = False  # plans count the measured bytes, so there is nothing to compare
+    predicts = True  # whether a dry run before the first step takes the place of a step that measures
 
     def __init__(
         self,
@@ -97,13 +100,18 @@ class MeasuredPlans(PlanSource):
         self._comparisons = Recent[tuple[bytes, ...], Comparison](REMEMBERED_SHAPES)  # by inputs
         self.revision = 0  # how often this rank has asked to measure again
         self._revisions: tuple[int, ...] = ()  # those of all ranks, in the latest training step
+        self._num_wrong = 0  # the predictions that a step has shown to be wrong
+        self._call: PreparedCall | None = None  # what the step that begins is given
+        self._dry_run: DryRun | None = None  # of that step
+        self._shared = NOTHING
         self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
         self._has_warned = False
 
-    def share(self, holders: tuple[Holders, ...]) -> bool:
-        if not super().share(holders):
+    def share(self, shared: Shared) -> bool:
+        self._shared = shared
+        if not super().share(shared):
             return False
-        self._base = replace(self._base, flow=summing(self._base.flow, holders))
+        self._base = replace(self._base, flow=summing(self._base.flow, shared.holders))
         self._profiling_plan, self._in_order = finish(profiling_order(self._base)), None
         for shapes in self._shapes.values():
             shapes.measured = shapes.plan = None
@@ -113,9 +121,11 @@ class MeasuredPlans(PlanSource):
         memory.grows = True
         memory.most_parts = dict.fromkeys(stages, self._policy.parts)
 
-    def records(self, forms: InputForms, states: int) -> tuple[RoomRecord, ...]:
-        inputs = b"" if self._replicas is None else mb.digest([one.form for one in forms.descriptions])
-        return (MeasuredRecord(self.revision, mb.digest(forms.counted), states + self._context.held_bytes, inputs),)
+    def records(self, inputs: PreparedCall, states: int) -> tuple[RoomRecord, ...]:
+        self._call, self._dry_run, forms = inputs, None, inputs.forms
+        looks = b"" if self._replicas is None else mb.digest([one.form for one in forms.descriptions])
+        states += self._context.held_bytes
+        return (MeasuredRecord(self.revision, mb.digest(forms.counted), states, looks, self._num_wrong),)
 
     def plan_of(self, inputs: PreparedCall, records: Sequence[StepRecord], gather: Gather, *, is_training: bool) -> Plan:
         if not is_training:
@@ -131,9 +141,12 @@ class MeasuredPlans(PlanSource):
         if revisions != self._revisions:  # microbatches of a rank take more memory, for any reason
             self._revisions = revisions
             self._context.numbers.count_again(inputs.forms)
-        if shapes.replan(tuple(one.states for one in given)):
-            self._say("optimizers have made new states, so this step's plan counts them")
+        if shapes.replan(tuple((one.states, one.num_wrong) for one in given)):
+            self._say("this step's plan counts what the steps before have shown, such as the states of optimizers")
         self._agree_with_replicas(shapes)
+        if shapes.measured is None and self.predicts and self._policy.measure == "auto" and not shapes.must_measure:
+            self._predict(key, gather)
+        self._call = None
         self._warn_if_often(shapes.measured is None)
         if shapes.measured is None:
             self.plan = self._plan_to_measure(gather)
@@ -143,6 +156,38 @@ class MeasuredPlans(PlanSource):
 
     def _agree_with_replicas(self, shapes: Shapes) -> None:
         """Forget what replicas have to find out together: nothing, because they make the same plans from the same sizes."""
+
+    def _predict(self, key: StepKey, gather: Gather) -> None:
+        """Find the sizes by a dry run on all ranks, or why a step has to measure them."""
+        if self._dry_run is None or not self._dry_run.is_over:  # a loopback asks once for each of its ranks
+            packed: list[bytes] = []
+            while not packed or not has_ended(packed):
+                packed = gather(lambda source: _measured(source)._advance(packed))
+            gather(lambda source: _measured(source)._conclude(packed, key))
+        self._take(self._shapes.use(key, Shapes()))
+
+    def _conclude(self, packed: Sequence[bytes], key: StepKey) -> bytes:
+        """End this rank's dry run."""
+        assert self._dry_run is not None, "all ranks have begun one"
+        self._dry_run.hear(packed)
+        self._take(self._shapes.use(key, Shapes()))
+        return b""
+
+    def _take(self, shapes: Shapes) -> None:
+        assert self._dry_run is not None, "it has ended"
+        if self._dry_run.failure:
+            shapes.must_measure = True
+            self._say(f"this step measures, because sizes cannot be known before it: {self._dry_run.failure}")
+        else:
+            shapes.measured, shapes.is_predicted = self._dry_run.sizes, True
+
+    def _advance(self, packed: Sequence[bytes]) -> bytes:
+        """Go on with this rank's dry run."""
+        if self._dry_run is None:
+            assert self._call is not None, "a step has begun"
+            plan = self.announced(is_training=True).plan
+            self._dry_run = DryRun(self._context, self._call, plan, self._shared, self._policy.parts)
+        return self._dry_run.advance(packed)
 
     def _plan_to_measure(self, gather: Gather) -> Plan:
         """Return the plan of a step that measures: one microbatch at a time, if that gives the same results on all ranks."""
@@ -195,11 +240,11 @@ class MeasuredPlans(PlanSource):
     def learn(self, run: Run) -> None:
         shapes = self._latest
         if run.plan is self._profiling_plan or run.plan is self._in_order:
-            ledger, returned = run.evictions.ledger, bytes_under(run.results.returned, run.device)
-            stages = run.evictions.settled()
-            shapes.measured = MeasuredSizes(
-                stages=stages, exchanged=run.exchanges.exchanged, held_bytes=ledger.held_bytes, returned_bytes=returned
-            )
+            shapes.measured = sizes_of(run)
+        elif shapes.is_predicted:
+            if not shapes.prove(sizes_of(run)):
+                self._num_wrong += 1
+                self._context.log().info("%s: this rank's microbatches took other memory than a dry run had said", self.rule)
         elif run.plan.sizes is not None:
             for stage in shapes.outgrown(run.plan, run.evictions.measured()):
                 self.measure_again(f"a microbatch of stage {stage} saves more than planned")
@@ -302,7 +347,7 @@ class MeasuredPlans(PlanSource):
         budget = self._own_budget(measured, states)
         return Report(context.plan_rank, shapes.stages(self._policy.margin), static, budget, states=states)
 
-    def _own_budget(self, measured: MeasuredSizes, states: int) -> int | None:
+    def _own_budget(self, measured: RankSizes, states: int) -> int | None:
         """Return this rank's budget in bytes; None for no limit, or for as low as possible."""
         if self._is_lowest:
             return None
@@ -323,6 +368,16 @@ class MeasuredPlans(PlanSource):
     def _say(self, what: str) -> None:
         if self._context.plan_rank == 0:
             self._context.log().info("%s: %s", self.rule, what)
+
+
+def sizes_of(run: Run) -> RankSizes:
+    """Return what a step took on this rank."""
+    return RankSizes(
+        stages=run.evictions.settled(),
+        exchanged=run.exchanges.exchanged,
+        held_bytes=run.evictions.ledger.held_bytes,
+        returned_bytes=bytes_under(run.results.returned, run.device),
+    )
 
 
 def _measured(source: PlanSource) -> MeasuredPlans:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bpipe.api.description import described
 from bpipe.api.loopback import Loopback, LoopbackGroup, once, run_alone
@@ -390,7 +391,7 @@ def ends_for(group: Any, device: torch.device, plan: Plan, options: Options) -> 
     from bpipe.dry_run.dry_session import DrySession
     from bpipe.dry_run.fake_transport import FakeTransport
 
-    transport = FakeTransport(group, device)
+    transport = FakeTransport(device, dist.get_rank(group), dist.get_world_size(group))
     _check_size(plan, transport.size, "make a fake group of {} ranks")
     return transport, DrySession
 

@@ -134,6 +134,8 @@ class ChosenPlans(MeasuredPlans):
         told: called on rank 0 with what is done of a choice, and of all.
     """
 
+    predicts = False  # the first step shows times, too
+
     def __init__(
         self,
         schedule: Schedule,

@@ -10,7 +10,7 @@ from bpipe.comm.wire import header
 from bpipe.comm.wire.header import Subject
 from bpipe.comm.wire.message import ONE_TENSOR, MessageSpec, TensorMeta
 from bpipe.plan.action import channel_of
-from bpipe.schedules import Action, Channel, Op, Plan
+from bpipe.schedules import Action, Channel, Op, Plan, Purpose
 
 __all__: list[str] = []
 
@@ -43,6 +43,8 @@ class AbsentPeers:
 
     def hear(self, channel: Channel, data: bytes) -> None:
         """Take note of an output that is sent, because its gradient comes back."""
+        if channel.purpose is not Purpose.FORWARD:
+            return
         action = self._expected[Op.SEND_F, channel].popleft()
         sent = header.unpack_spec(data, self._subject(action, 0))
         needed = [one._replace(requires_grad=False) for one in sent.tensors if one is not None and one.requires_grad]

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from bpipe.comm.health.collective import CANNOT, Collective
 from bpipe.comm.health.control_plane import Meanwhile, NullControlPlane
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.device import Streams
-from bpipe.dry_run.absent_peers import AbsentPeers
 from bpipe.errors import ConfigurationError
-from bpipe.schedules import Channel, Purpose
+from bpipe.schedules import Channel
 
 __all__: list[str] = []
 
 
-class _Over:
+class Over:
     """A transfer that was over when it was posted."""
 
     def wait(self) -> bytes | None:
@@ -28,21 +27,31 @@ class _Over:
         return True
 
 
+class Peers(Protocol):
+    """The other ranks, as far as headers tell of them."""
+
+    def hear(self, channel: Channel, data: bytes) -> None:
+        """Take the header of a message that is sent."""
+
+    def announce(self, channel: Channel) -> bytes:
+        """Return the next header of a channel."""
+
+
 class FakeTransport(Transport):
-    """One rank's end of a pipeline over a fake process group.
+    """One rank's end of a pipeline whose other ends are not there.
 
     Args:
-        group: the group; None for the default one.
         device: the device of the stages.
+        rank: this rank's number in the group.
+        size: how many ranks it has.
 
     Attributes:
         peers: what the other ranks would announce in the step that runs.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, device: torch.device, rank: int, size: int, peers: Peers | None = None) -> None:
         self.device, self.control, self.streams = device, NullControlPlane(), Streams()
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.peers: AbsentPeers | None = None
+        self.size, self.rank, self.peers = size, rank, peers
 
     def enlist(self) -> None:
         """Do nothing, because no other rank counts pipelines."""
@@ -73,14 +82,14 @@ class FakeTransport(Transport):
         *,
         may_have_note: bool = False,
     ) -> Transfer:
-        if header is not None and channel.purpose is Purpose.FORWARD and self.peers is not None:
+        if header is not None and self.peers is not None:
             self.peers.hear(channel, header)
-        return _Over()
+        return Over()
 
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], *, may_have_note: bool = False) -> Transfer:
         for tensor in tensors:
             tensor.zero_()  # whatever the memory held may be no valid index, and no number
-        return _Over()
+        return Over()
 
     def receive_header(self, channel: Channel) -> bytes:
         assert self.peers is not None, "a step begins with the agreement on it"

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from bpipe.comm.health.agreement import RoomRecord, StepRecord
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
-from bpipe.flow.shape_arguments import Holders, holders_of
-from bpipe.model.plain_numbers import InputForms
+from bpipe.flow.shape_arguments import holders_of
+from bpipe.parallel.shared_weights import Shared
 from bpipe.passes.gradient_exchanges import with_sums
 from bpipe.plan.plan import Plan
 from bpipe.schedules import verify
@@ -56,16 +56,16 @@ class PlanSource:
             self._announced[is_training] = self._proven(forward_plan(self._announced[True].plan))
         return self._announced[is_training]
 
-    def share(self, holders: tuple[Holders, ...]) -> bool:
+    def share(self, shared: Shared) -> bool:
         """Let stages add up the gradients of weights that they have in common, in the plans from now on; return whether it is news.
 
         Args:
-            holders: the stages of each weight, on which all ranks have agreed.
+            shared: these weights, on which all ranks have agreed.
         """
         known = self._announced[True].plan
-        if holders == holders_of(known.flow):
+        if shared.holders == holders_of(known.flow):
             return False
-        plan = with_sums(known, holders)
+        plan = with_sums(known, shared.holders)
         verify(plan)
         self.plan, self._announced = plan, {True: self._proven(plan)}
         return True
@@ -77,11 +77,11 @@ class PlanSource:
             fingerprint = hashlib.sha256(f"{fingerprint} {self._asked}".encode()).hexdigest()[:32]
         return Proven(plan, fingerprint)
 
-    def records(self, forms: InputForms, states: int) -> tuple[RoomRecord, ...]:
+    def records(self, inputs: PreparedCall, states: int) -> tuple[RoomRecord, ...]:
         """Return what ranks must know of each other before `plan_of` is called.
 
         Args:
-            forms: of the step's inputs.
+            inputs: of the step.
             states: the bytes of this rank's optimizer states.
         """
         return (self.fullest.record(states),)

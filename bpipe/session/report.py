@@ -8,9 +8,18 @@ from typing import NamedTuple
 
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import CommError
-from bpipe.plan.sizes import StageSizes
+from bpipe.plan.sizes import Amount, StageSizes
 
 __all__: list[str] = []
+
+
+class RankSizes(NamedTuple):
+    """What a step takes on this rank: its stages' sizes by slice, the gradients that each exchanges, and what it holds besides."""
+
+    stages: Mapping[int, tuple[StageSizes, ...]] = {}
+    exchanged: Mapping[int, tuple[Amount, ...]] = {}
+    held_bytes: int = 0  # of gradients of earlier steps that are set aside
+    returned_bytes: int = 0  # of outputs and losses
 
 
 class Report(NamedTuple):

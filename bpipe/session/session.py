@@ -181,7 +181,7 @@ class Session:
             stages=tuple(sorted(context.stages)),
             largest_remote_bytes=context.memory.largest_remote_bytes if context.transport.can_lend() else 0,
             idle=tuple(stage for stage, rank in enumerate(plan.stage_ranks) if not plan.actions[rank]),
-            rooms=(*inputs.records, *compared, shared, *source.records(inputs.forms, context.states.of(context.modules))),
+            rooms=(*inputs.records, *compared, shared, *source.records(inputs, context.states.of(context.modules))),
         )
 
     def agree(self, step: PreparedStep, packed: Sequence[bytes], gather: Gather) -> Run:
@@ -191,7 +191,7 @@ class Session:
         shared = NOTHING
         if step.is_training:
             shared = self._shared.agreed(records)
-            source.share(shared.holders)
+            source.share(shared)
         plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
         context.transport.control.activity.state = State.PREPARING
         context.cutter.agreed(records)

@@ -242,7 +242,7 @@ class Stash:
                 contents.fix(group.storage)
             elif others:
                 contents.shared[key] = _held(group, f"owned {others} more time{'s' * (others > 1)} outside the graph")
-            elif kept[key] or not group.storage.resizable() or self._is_elsewhere(group.storage.device):
+            elif kept[key] or not group.is_resizable or self._is_elsewhere(group.device):
                 contents.fix(group.storage)
             else:
                 contents.movable.append(Movable(group.storage, group.saved, bool(sent[key])))

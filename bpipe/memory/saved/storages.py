@@ -123,6 +123,16 @@ class Group(Generic[T]):
         """References to the Python object of the storage; torch makes only one such object: ours, and any of the user's."""
         return sys.getrefcount(self.storage)
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the tensors: the storage of a fake one is on none."""
+        return self.saved[0].tensor.device
+
+    @property
+    def is_resizable(self) -> bool:
+        """Whether its memory can be freed and made again, as that of a fake one could."""
+        return self.storage.device.type == "meta" or self.storage.resizable()
+
     def count_others(self) -> None:
         """Count the owners besides the saved tensors."""
         self.num_others = owners(self.storage) - len(self.saved) + self.python_references - _ONLY_OURS

@@ -1,0 +1,293 @@
+"""One rank's dry run: the actions of a few microbatches, by the engine that runs steps, on fake tensors.
+
+Ranks give each other the headers of their messages, which say what a stage's output looks like, and send no tensor. They do so in
+rounds: in each one, every rank goes on as far as the headers that it has allow, and then all give away what they have written.
+
+    round    rank 0       rank 1       rank 2
+    1        0F0
+    2                     1F0
+    3                                  2F0 2B0
+    4                     1B0
+    5        0B0
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from bpipe.comm.wire.codec import decode, encode
+from bpipe.comm.transport.base import Transfer
+from bpipe.dry_run.fake_transport import FakeTransport, Over
+from bpipe.engine.remembered import Memory
+from bpipe.engine.run import Run
+from bpipe.engine.setup import StepInputs, modules_of
+from bpipe.errors import format_error
+from bpipe.memory.makeup import Makeups
+from bpipe.memory.static import bytes_under
+from bpipe.model.microbatch import tensors_in
+from bpipe.model.stage import ModuleSnapshot, PipelineStage
+from bpipe.parallel.shared_weights import Shared
+from bpipe.plan.action import COMPUTE, SHARDING, START_OF, WAIT_OF, channel_of
+from bpipe.prediction.fake_modules import FakeModules
+from bpipe.prediction.known_values import forget
+from bpipe.schedules import Action, Channel, Op, Plan, Purpose
+from bpipe.session.context import RankContext
+from bpipe.session.prepare import PreparedCall
+from bpipe.session.report import RankSizes
+from bpipe.session.session import under_way
+
+__all__: list[str] = []
+
+RECEIVED = frozenset({Op.WAIT_RECV_F, Op.WAIT_RECV_B})
+
+
+class Header(NamedTuple):
+    """The header of a message that a rank would send."""
+
+    purpose: str
+    src: int
+    dst: int
+    data: bytes
+
+
+class Round(NamedTuple):
+    """What a rank tells the others in one round.
+
+    Args:
+        alike: in the first round, for each microbatch the first one whose inputs on this rank look like its own.
+        headers: of the messages that it would have sent since the round before.
+        is_over: whether it has run all of its actions.
+        failure: why it cannot go on; empty if it can.
+    """
+
+    alike: tuple[int, ...] = ()
+    headers: tuple[Header, ...] = ()
+    is_over: bool = False
+    failure: str = ""
+
+    def pack(self) -> bytes:
+        return encode(self)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Round:
+        return decode(cls, data, "round of a dry run", math.inf)
+
+
+def has_ended(packed: Sequence[bytes]) -> bool:
+    """Return whether all ranks are over, or one of them cannot go on."""
+    rounds = [Round.unpack(data) for data in packed]
+    return any(one.failure for one in rounds) or all(one.is_over for one in rounds)
+
+
+class Mail:
+    """The headers that have come to a rank, and those that it has written since the latest round."""
+
+    def __init__(self) -> None:
+        self.written: list[Header] = []
+        self._come: dict[Channel, deque[bytes]] = defaultdict(deque)
+        self.num_come: Counter[Channel] = Counter()
+
+    def hear(self, channel: Channel, data: bytes) -> None:
+        """Take the header of a message that is sent."""
+        self.written.append(Header(channel.purpose, channel.src, channel.dst, data))
+
+    def announce(self, channel: Channel) -> bytes:
+        """Return the next header of a channel."""
+        return self._come[channel].popleft()
+
+    def bring(self, headers: Sequence[Header], rank: int) -> None:
+        """Take what another rank has written to this one."""
+        for one in headers:
+            if one.dst == rank:
+                channel = Channel(Purpose(one.purpose), one.src, one.dst)
+                self._come[channel].append(one.data)
+                self.num_come[channel] += 1
+
+
+class HeadersAlone(FakeTransport):
+    """A transport of headers: of the tensors that arrive, nothing is known."""
+
+    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], *, may_have_note: bool = False) -> Transfer:
+        for tensor in tensors:
+            forget(tensor)
+        return Over()
+
+
+class DryRun:
+    """One rank's dry run of a step that it is ready for.
+
+    Args:
+        context: of the rank.
+        call: what the step is given.
+        plan: a plan of the step's computations and messages; one microbatch of each kind is run.
+        shared: the weights that other ranks have, too.
+        most_parts: the most parts in which a microbatch may move.
+
+    Attributes:
+        is_over: whether it has ended on all ranks.
+        failure: why it could not go on, on any rank; empty if it could.
+        sizes: what was found, on this rank.
+    """
+
+    def __init__(self, context: RankContext, call: PreparedCall, plan: Plan, shared: Shared, most_parts: int) -> None:
+        self.is_over, self.failure, self.sizes = False, "", RankSizes()
+        self._context, self._plan, self._shared = context, plan, shared
+        self._given = call.given
+        self._memory = Memory(grows=True, most_parts=dict.fromkeys(context.stages, most_parts))
+        self._mail, self._lane, self._count = Mail(), deque[Action](), Counter[int]()
+        self._run: Run | None = None
+        self._under_way = ExitStack()
+        self._own_failure = ""
+
+    def advance(self, packed: Sequence[bytes]) -> bytes:
+        """Go on as far as the headers of other ranks allow; return what they need to know.
+
+        Args:
+            packed: what all ranks have returned in the round before; empty in the first one.
+        """
+        if packed:
+            self.hear(packed)
+        if not self._count:
+            return Round(_alike(self._given.descriptions)).pack()
+        if not (self._own_failure or self.is_over):
+            try:
+                with self._modules:
+                    self._go_on()
+            except Exception as error:
+                self._own_failure = format_error(error)
+        written, self._mail.written = tuple(self._mail.written), []
+        return Round(headers=written, is_over=not self._lane, failure=self._own_failure).pack()
+
+    def hear(self, packed: Sequence[bytes]) -> None:
+        """Take what all ranks have returned in a round."""
+        rounds = [Round.unpack(data) for data in packed]
+        if not self._count and rounds[0].alike:
+            self._choose([one.alike for one in rounds])
+            return
+        for one in rounds:
+            self._mail.bring(one.headers, self._context.plan_rank)
+        is_over = all(one.is_over for one in rounds)
+        self.failure = next((f"rank {rank}: {one.failure}" for rank, one in enumerate(rounds) if one.failure), "")
+        if not (self.failure or is_over or any(one.headers for one in rounds)):
+            self.failure = "no rank can go on"
+        if (self.failure or is_over) and not self.is_over:
+            self._end()
+
+    def _choose(self, alike: Sequence[tuple[int, ...]]) -> None:
+        """Choose one microbatch of those that look alike on all ranks and are computed alike, and prepare to run it."""
+        units, first = self._plan.units, dict[object, int]()
+        computed: list[set[tuple[object, ...]]] = [set() for _ in range(self._plan.num_microbatches)]
+        for action in (one for lane in self._plan.actions for one in lane if one.op in COMPUTE):
+            microbatch, place = self._plan.slice_of(action.microbatch)
+            computed[microbatch].add((action.op, action.stage, place))
+        for microbatch, some in enumerate(computed):
+            kind = frozenset(some), *(one[microbatch] for one in alike)
+            self._count[first.setdefault(kind, microbatch)] += 1
+        chosen = {unit for microbatch in self._count for unit in units.of(microbatch)}
+        lanes = tuple(tuple(one for one in lane if one.op in SHARDING or one.microbatch in chosen) for lane in self._plan.actions)
+        self._plan = replace(self._plan, actions=lanes, served=((),) * len(lanes))
+        self._lane.extend(one for one in lanes[self._context.plan_rank] if one.op is not Op.WAIT_REDUCE_GRAD)
+
+    @cached_property
+    def _modules(self) -> FakeModules:
+        context = self._context
+        return FakeModules([*context.modules(), *modules_of(context.loss_fn)], context.transport.device)
+
+    def _go_on(self) -> None:
+        if self._run is None:
+            self._run = self._prepared()
+            self._under_way.enter_context(under_way(self._run))
+        while self._lane and self._can_run(self._lane[0]):
+            self._run.execute(self._lane.popleft())
+
+    def _can_run(self, action: Action) -> bool:
+        """Return whether the headers have come that an action reads."""
+        if action.op not in RECEIVED:
+            return True
+        channel = channel_of(START_OF[action.op], self._context.plan_rank, action.peer)
+        return self._mail.num_come[channel] >= self._place[action]
+
+    @cached_property
+    def _place(self) -> dict[Action, int]:
+        """How many headers a channel has once that of a receive has come."""
+        rank, found, counts = self._context.plan_rank, dict[Action, int](), Counter[Channel]()
+        for one in self._plan.actions[rank]:
+            if one.op in (Op.RECV_F, Op.RECV_B):
+                counts[channel := channel_of(one.op, rank, one.peer)] += 1
+                found[one._replace(op=WAIT_OF[one.op])] = counts[channel]
+        return found
+
+    def _prepared(self) -> Run:
+        """Return the run of the chosen microbatches."""
+        context, rank = self._context, self._context.plan_rank
+        stages = {index: _as_if_unused(stage) for index, stage in context.stages.items()}
+        return Run(
+            plan=self._plan,
+            rank=rank,
+            step=0,
+            stages=stages,
+            parts={index: ModuleSnapshot.of(stage.submod, Makeups()) for index, stage in stages.items()},
+            transport=HeadersAlone(context.transport.device, rank, self._plan.num_ranks, self._mail),
+            given=self._fakes(),
+            specs={},
+            is_learning=True,
+            memory=self._memory,
+            name=f"rank {rank} of the plan, in a dry run",
+            conventions=context.cutter.conventions(),
+            observer=None,
+            shared=Shared({holders: self._modules.fake(weights) for holders, weights in self._shared.weights.items()}, frozenset()),
+        )
+
+    def _fakes(self) -> StepInputs:
+        """Return what the step is given, as fake tensors."""
+        given, fake = self._given, self._modules.fake
+        return replace(
+            given,
+            args=fake(given.args),
+            kwargs=fake(given.kwargs),
+            targets=fake(given.targets),
+            loss_kwargs=fake(given.loss_kwargs),
+            loss_parameters=[(name, fake(one)) for name, one in given.loss_parameters],
+        )
+
+    def _end(self) -> None:
+        """Keep the sizes that were found, and forget all else."""
+        self.is_over = True
+        with self._under_way:
+            run, self._run = self._run, None
+        if run is not None and not self.failure:
+            self.sizes = RankSizes(
+                stages=run.evictions.settled(),
+                exchanged=run.exchanges.exchanged,
+                held_bytes=run.evictions.ledger.held_bytes,
+                returned_bytes=sum(num * self._returned_bytes(run, microbatch) for microbatch, num in self._count.items()),
+            )
+        self._memory = Memory()
+        vars(self).pop("_modules", None)
+        del self._given
+
+    def _returned_bytes(self, run: Run, microbatch: int) -> int:
+        """Return the bytes of what the step returns for a microbatch."""
+        results, units = run.results, self._plan.units.of(microbatch)
+        return bytes_under(tensors_in([of.get(unit) for of in (results.losses, results.outputs) for unit in units]))  # of fakes, on any device
+
+
+def _alike(descriptions: Sequence[str]) -> tuple[int, ...]:
+    """Return for each microbatch the first one with its description."""
+    first: dict[str, int] = {}
+    return tuple(first.setdefault(one, number) for number, one in enumerate(descriptions))
+
+
+def _as_if_unused(stage: PipelineStage) -> PipelineStage:
+    """Return a stage whose examples are not compared, which happens once."""
+    made = object.__new__(type(stage))
+    vars(made).update(vars(stage), examples={})
+    return made

@@ -1,0 +1,132 @@
+"""Modules as a dry run has them: with fake parameters and buffers, and as they were afterwards."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from bpipe.device import fork_random_states
+from bpipe.device.generators import PYTHON, GlobalNumPy
+from bpipe.model.pytree import mapped
+from bpipe.prediction.known_values import KnownValues, know
+from bpipe.torch_private.fakes import FakeTensor, fake_mode
+
+__all__: list[str] = []
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+LIBRARIES = frozenset({"torch", "transformers", "peft"})  # whose hooks make a weight, or let an input need a gradient
+CONTAINERS = (list, dict, set, deque)
+
+Look = list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]]  # attributes, what they were, what containers held
+
+
+class FakeModules:
+    """Some modules on fake tensors, while this context is entered, which may be several times, and as they were outside of it.
+
+    Operations inside make fake tensors. No random number is drawn, no hook of the user's is called, and nothing is written to a
+    parameter, a gradient or a buffer. What a forward notes in attributes of its modules is there inside, and gone outside.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        self._modules = list({id(part): part for module in modules for part in module.modules()}.values())
+        self._device, self._mode = device, fake_mode()
+        self._inside: Look | None = None
+        self._entered = ExitStack()
+
+    def fake(self, value: Any) -> Any:
+        """Return a pytree with a fake tensor for each of its tensors, always the same one for the same tensor."""
+        return mapped(self._fake_of, value)
+
+    def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        fake: torch.Tensor = self._mode.from_tensor(tensor)
+        if not hasattr(fake, "known"):
+            know(fake, tensor)
+        return fake
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            entered.enter_context(_random_numbers(self._device))
+            entered.callback(_restore, _look(self._modules))
+            if self._inside is None:
+                self._prepare()
+            else:
+                _restore(self._inside)
+            entered.callback(self._look_inside)
+            entered.enter_context(_masks_as_of_real_tensors())
+            entered.enter_context(self._mode)
+            entered.enter_context(KnownValues())
+            self._entered = entered.pop_all()
+
+    def __exit__(self, *error: object) -> None:
+        self._entered.close()
+
+    def _look_inside(self) -> None:
+        self._inside = _look(self._modules)
+
+    def _prepare(self) -> None:
+        """Put fake tensors into the modules, and take the user's hooks out."""
+        for module in self._modules:
+            for tensors in (module._parameters, module._buffers):
+                tensors.update({name: self._fake_of(one) for name, one in tensors.items() if one is not None})
+            for hooks in map(vars(module).get, HOOKS):
+                for key in [key for key, hook in (hooks or {}).items() if not _is_a_librarys(hook)]:
+                    del hooks[key]
+
+
+def _is_a_librarys(hook: Callable[..., Any]) -> bool:
+    kind = hook if hasattr(hook, "__qualname__") else type(hook)
+    return str(kind.__module__).partition(".")[0] in LIBRARIES
+
+
+def _look(modules: Iterable[nn.Module]) -> Look:
+    """Look at the attributes of modules, and at what is in those that are containers."""
+    found: Look = []
+    for module in modules:
+        own = vars(module)
+        found.append((own, dict(own), [(one, one.copy()) for one in own.values() if isinstance(one, CONTAINERS)]))
+    return found
+
+
+def _restore(look: Look) -> None:
+    for own, before, containers in look:
+        own.clear()
+        own.update(before)
+        for one, held in containers:
+            if isinstance(one, (list, deque)):
+                one.clear()
+                one.extend(held)
+            elif one is not own:
+                one.clear()
+                one.update(held)
+
+
+@contextmanager
+def _random_numbers(device: torch.device) -> Iterator[None]:
+    """Restore the states of random numbers: torch's, Python's and NumPy's own."""
+    with fork_random_states({device}), ExitStack() as after:
+        for source in (PYTHON, GlobalNumPy()):
+            after.callback(source.set, source.get())
+        yield
+
+
+@contextmanager
+def _masks_as_of_real_tensors() -> Iterator[None]:
+    """Let Transformers make the masks that it makes of real tensors: of fake ones, it keeps those that mask nothing."""
+    utils: Any = sys.modules.get("transformers.utils.import_utils")
+    before = getattr(utils, "is_fake_tensor", None)
+    if before is None:
+        yield
+        return
+    utils.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        utils.is_fake_tensor = before

@@ -1,0 +1,47 @@
+"""Fake tensors, which have a shape, a type and a device, but no data: what runs with them computes nothing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bpipe.torch_private.names import ask, has, missing
+
+__all__: list[str] = []
+
+try:
+    import torch._subclasses.fake_tensor as _fakes
+    import torch.utils._python_dispatch as _dispatch
+except ImportError:  # pragma: no cover - a release to come may have moved them
+    _fakes = _dispatch = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensor
+else:
+    FakeTensor = ask(_fakes, "FakeTensor", type("FakeTensor", (), {}))
+
+HAS_FAKES = has(_fakes, "FakeTensorMode") and has(_fakes, "FakeTensor") and has(_dispatch, "_disable_current_modes")
+
+
+def fake_mode() -> Any:
+    """Return a mode whose operations make fake tensors, and take real ones for fakes. It keeps no storage that they are given."""
+    if not HAS_FAKES:
+        raise missing("FakeTensorMode")
+    mode = ask(_fakes, "FakeTensorMode")(allow_non_fake_inputs=True)
+    mode.cache_enabled = False
+    return mode
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """Return a context in which operations are those of real tensors again, inside of modes."""
+    return ask(_dispatch, "_disable_current_modes")()
+
+
+def is_mutable(operator: Any) -> bool:
+    """Return whether an operator of torch.ops writes into some of its arguments."""
+    return bool(ask(operator, "_schema").is_mutable)
+
+
+GROUPED_PRODUCT: Any = ask(torch.ops.aten, "_grouped_mm", None)
