@@ -204,8 +204,8 @@ def test_other_shapes_are_measured_and_planned_anew_and_both_plans_stay(caplog, 
         plans.setdefault(id(xs), set()).add(id(schedules[0].plan))
         if step % 3 == 0:  # an evaluation in between changes nothing
             assert torch.equal(loopback.eval(schedules, torch.cat(EVEN)), nn.Sequential(*modules)(torch.cat(EVEN)))
-    assert [len(plans[id(xs)]) for xs in (EVEN, SHORTER, UNEVEN)] == [2, 2, 2]  # the measuring one, and its own
-    assert (messages(caplog, "new shapes or sizes"), messages(caplog, "moves ")) == (2, 3)
+    assert [len(plans[id(xs)]) for xs in (EVEN, SHORTER, UNEVEN)] == [1, 1, 1]
+    assert (messages(caplog, "new shapes or sizes"), messages(caplog, "moves ")) == (0, 3)
     assert schedules[0].stats["evicted_bytes"] > 0
     for schedule in schedules:  # microbatches differ, and the plan covers the largest of them
         assert schedule.stats["device_peak_bytes"] <= schedule.stats["predicted_device_peak_bytes"]
@@ -278,8 +278,9 @@ def test_states_that_an_optimizer_makes_later_are_counted():
     assert static[4] == static[5] == static[2] + states
 
 
-def test_shapes_that_hardly_repeat_are_warned_of(caplog):
-    loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": "lowest"}), modules_of("quiet", 4), M, mse)
+def test_shapes_that_hardly_repeat_are_warned_of_if_each_is_measured(caplog):
+    options = {"budget": "lowest", "options": bpipe.Options(measure="in_order")}
+    loopback, schedules = pipeline(Over(bpipe.OneFOneB, options), modules_of("quiet", 4), M, mse)
     for tokens in range(1, 21):
         x = torch.cat([row[:, :1].expand(-1, tokens, -1) for row in EVEN])
         loopback.step(schedules, x, target=x, return_outputs=False)
@@ -500,7 +501,6 @@ def test_the_budgets_of_each_rank_that_are_named_work(options):
     """Where the given ones cannot be met: the message has them raised alike, None where there was none."""
     modules, x = modules_of("quiet", 4), torch.cat(EVEN)
     loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": [1, 200_000, None, 10_000], **options}), modules, M, mse)
-    loopback.step(schedules, x, target=x)
     with pytest.raises(BudgetError, match=r"^\(1, 200000, None, 10000\) bytes are too few.* rank \d ") as caught:
         loopback.step(schedules, x, target=x)
     named = re.search(r"With all raised alike, the smallest budget that works here is budget=(\(.*?\))", str(caught.value))
@@ -519,7 +519,6 @@ def too_small(rank: int, budget: Any) -> list[str]:
     module = modules_of("quiet", 4)[rank]
     schedule = bpipe.Balanced(bpipe.OneFOneB(bpipe.PipelineStage(module, rank, 4, "cpu"), M, loss_fn=mse), budget=budget)
     x, told = torch.cat(EVEN), []
-    schedule.step(x, target=x)
     for _ in range(2):
         with pytest.raises(BudgetError) as caught:
             schedule.step(x, target=x)
@@ -644,7 +643,6 @@ def fails_alone(rank: int) -> str:
     """One rank cannot say what it needs: the other must not wait for it."""
     plain = bpipe.OneFOneB(bpipe.PipelineStage(nn.Linear(WIDTH, WIDTH), rank, 2, "cpu"), M, loss_fn=mse)
     schedule = bpipe.Balanced(plain)
-    schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     if rank:
         schedule.session.source._own_budget = None
     with pytest.raises(AgreementError) as caught:
@@ -660,7 +658,6 @@ def fails_beside_a_replica(rank: int) -> str:
     schedule = bpipe.Balanced(plain, replicas=replicas[stage])
     if rank == 1:
         schedule.session.source._own_budget = None
-    schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     try:
         schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     except AgreementError as error:
@@ -682,7 +679,6 @@ def plans_otherwise(rank: int, policy: dict[str, Any]) -> str:
     """One rank makes another plan of the same sizes, or none, as with other code it might."""
     plain = bpipe.OneFOneB(bpipe.PipelineStage(modules_of("quiet", 4)[rank], rank, 4, "cpu"), M, loss_fn=mse)
     schedule = bpipe.Balanced(plain, budget="lowest")
-    schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     if rank == 1:
         source: Any = schedule.session.source
         source._is_lowest, source._policy = policy["budget"] == "lowest", replace(source._policy, **policy)
@@ -696,7 +692,6 @@ def interrupted(rank: int, error: str) -> str:
     """Planning fails on one rank with an error that is not bpipe's own."""
     plain = bpipe.OneFOneB(bpipe.PipelineStage(nn.Linear(WIDTH, WIDTH), rank, 2, "cpu"), M, loss_fn=mse)
     schedule = bpipe.Balanced(plain, budget="lowest")
-    schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     make = schedule.session.source._made_plan
 
     def fail(*_: Any) -> None:

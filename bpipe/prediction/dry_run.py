@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from bpipe.comm.wire.codec import decode, encode
+from bpipe.comm.wire.dtensor import is_dtensor
 from bpipe.comm.transport.base import Transfer
 from bpipe.dry_run.fake_transport import FakeTransport, Over
 from bpipe.engine.remembered import Memory
@@ -31,18 +32,24 @@ from bpipe.engine.run import Run
 from bpipe.engine.setup import StepInputs, modules_of
 from bpipe.errors import format_error
 from bpipe.memory.makeup import Makeups
+from bpipe.memory.saved.nodes import nodes_behind
 from bpipe.memory.static import bytes_under
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.stage import ModuleSnapshot, PipelineStage
+from bpipe.parallel.ddp import replicas_in
+from bpipe.parallel.fsdp import units_in
 from bpipe.parallel.shared_weights import Shared
 from bpipe.plan.action import COMPUTE, SHARDING, START_OF, WAIT_OF, channel_of
 from bpipe.prediction.fake_modules import FakeModules
-from bpipe.prediction.known_values import forget
+from bpipe.prediction.known_values import UnpredictableError, forget
 from bpipe.schedules import Action, Channel, Op, Plan, Purpose
 from bpipe.session.context import RankContext
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.report import RankSizes
 from bpipe.session.session import under_way
+from bpipe.torch_private.engine_and_graph import hooks_around
+from bpipe.torch_private.fakes import FakeTensor
+from bpipe.torch_private.modules import COMPILED, is_compiled
 
 __all__: list[str] = []
 
@@ -82,9 +89,25 @@ class Round(NamedTuple):
 
 
 def has_ended(packed: Sequence[bytes]) -> bool:
-    """Return whether all ranks are over, or one of them cannot go on."""
+    """Return whether all ranks are over, or one of them cannot go on, or none."""
     rounds = [Round.unpack(data) for data in packed]
-    return any(one.failure for one in rounds) or all(one.is_over for one in rounds)
+    return any(one.failure for one in rounds) or all(one.is_over for one in rounds) or not any(one[:2] != ((), ()) for one in rounds)
+
+
+def why_not(context: RankContext) -> str:
+    """Return why the stages of a rank cannot run on fake tensors; empty if no reason is known."""
+    modules = list({id(part): part for module in context.modules() for part in module.modules()}.values())
+    reasons = {
+        "the process group is a fake one": isinstance(context.transport, FakeTransport),
+        "saved-tensor hooks are active around the step": hooks_around() is not None,
+        "stages are under FSDP2 or DDP": bool(units_in(modules) or replicas_in(modules)),
+        "parameters are DTensors": any(is_dtensor(one) for module in modules for one in module.parameters(recurse=False)),
+        "modules are compiled": any(is_compiled(one) or hasattr(one, COMPILED) for one in modules),
+        "modules are of torch.jit": any(isinstance(one, torch.jit.ScriptModule) for one in modules),
+        "a stage has a forward context": any(one.forward_contexts for one in context.stages.values()),
+        "a stage has a dw_builder": any(one.dw_builder is not None for one in context.stages.values()),
+    }
+    return next((reason for reason, is_so in reasons.items() if is_so), "")
 
 
 class Mail:
@@ -145,7 +168,7 @@ class DryRun:
         self._mail, self._lane, self._count = Mail(), deque[Action](), Counter[int]()
         self._run: Run | None = None
         self._under_way = ExitStack()
-        self._own_failure = ""
+        self._own_failure = why_not(context)
 
     def advance(self, packed: Sequence[bytes]) -> bytes:
         """Go on as far as the headers of other ranks allow; return what they need to know.
@@ -156,7 +179,7 @@ class DryRun:
         if packed:
             self.hear(packed)
         if not self._count:
-            return Round(_alike(self._given.descriptions)).pack()
+            return Round(_alike(self._given.descriptions), failure=self._own_failure).pack()
         if not (self._own_failure or self.is_over):
             try:
                 with self._modules:
@@ -169,16 +192,14 @@ class DryRun:
     def hear(self, packed: Sequence[bytes]) -> None:
         """Take what all ranks have returned in a round."""
         rounds = [Round.unpack(data) for data in packed]
-        if not self._count and rounds[0].alike:
-            self._choose([one.alike for one in rounds])
-            return
-        for one in rounds:
-            self._mail.bring(one.headers, self._context.plan_rank)
-        is_over = all(one.is_over for one in rounds)
         self.failure = next((f"rank {rank}: {one.failure}" for rank, one in enumerate(rounds) if one.failure), "")
-        if not (self.failure or is_over or any(one.headers for one in rounds)):
-            self.failure = "no rank can go on"
-        if (self.failure or is_over) and not self.is_over:
+        if self.failure or self._count:
+            for one in rounds:
+                self._mail.bring(one.headers, self._context.plan_rank)
+        else:
+            self._choose([one.alike for one in rounds])
+        if has_ended(packed) and not self.is_over:
+            self.failure = self.failure or ("" if all(one.is_over for one in rounds) else "no rank can go on")
             self._end()
 
     def _choose(self, alike: Sequence[tuple[int, ...]]) -> None:
@@ -206,7 +227,10 @@ class DryRun:
             self._run = self._prepared()
             self._under_way.enter_context(under_way(self._run))
         while self._lane and self._can_run(self._lane[0]):
-            self._run.execute(self._lane.popleft())
+            action = self._lane.popleft()
+            if action.op in (Op.B, Op.I):
+                _check_leaves(self._run, action)
+            self._run.execute(action)
 
     def _can_run(self, action: Action) -> bool:
         """Return whether the headers have come that an action reads."""
@@ -278,6 +302,15 @@ class DryRun:
         """Return the bytes of what the step returns for a microbatch."""
         results, units = run.results, self._plan.units.of(microbatch)
         return bytes_under(tensors_in([of.get(unit) for of in (results.losses, results.outputs) for unit in units]))  # of fakes, on any device
+
+
+def _check_leaves(run: Run, action: Action) -> None:
+    """Raise if a backward would add to the gradient of a real tensor, which no module shows."""
+    graph = run.microbatches[action[1:3]].graph
+    assert graph is not None, "a backward follows its forward"
+    for leaf in (getattr(node, "variable", None) for node in nodes_behind(graph.edges)):
+        if leaf is not None and not isinstance(leaf, FakeTensor) and leaf.numel():
+            raise UnpredictableError(f"a tensor of shape {list(leaf.shape)} that needs a gradient is in no module of the stage")
 
 
 def _alike(descriptions: Sequence[str]) -> tuple[int, ...]:

@@ -16,10 +16,10 @@ from bpipe.device.generators import PYTHON, GlobalNumPy
 from bpipe.model.pytree import mapped
 from bpipe.prediction.known_values import KnownValues, know
 from bpipe.torch_private.fakes import FakeTensor, fake_mode
+from bpipe.torch_private.modules import hooks_of
 
 __all__: list[str] = []
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 LIBRARIES = frozenset({"torch", "transformers", "peft"})  # whose hooks make a weight, or let an input need a gradient
 CONTAINERS = (list, dict, set, deque)
 
@@ -76,8 +76,8 @@ class FakeModules:
         for module in self._modules:
             for tensors in (module._parameters, module._buffers):
                 tensors.update({name: self._fake_of(one) for name, one in tensors.items() if one is not None})
-            for hooks in map(vars(module).get, HOOKS):
-                for key in [key for key, hook in (hooks or {}).items() if not _is_a_librarys(hook)]:
+            for hooks in hooks_of(module):
+                for key in [key for key, hook in hooks.items() if not _is_a_librarys(hook)]:
                     del hooks[key]
 
 

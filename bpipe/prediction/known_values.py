@@ -47,6 +47,8 @@ class KnownValues(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if "c10d" in func.namespace:
+            raise UnpredictableError(f"{func} communicates with other processes, at {_line()}")
         if func in MEASURED:
             return _measured(func, args, kwargs)
         if func is aten.index.Tensor:
@@ -99,10 +101,11 @@ def _made(func: Any, args: Any, kwargs: Any) -> Any:
     return made
 
 
-def forget(fake: torch.Tensor) -> None:
+def forget(fake: Any) -> None:
     """Forget the values of a tensor, which something unknown was written to, and of its views."""
     if (value := values_of(fake)) is not None:
         value.untyped_storage().resize_(0)
+        fake.known = None
 
 
 def _assume(func: Any, args: Sequence[Any], made: Any) -> None:

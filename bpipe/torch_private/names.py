@@ -29,6 +29,7 @@ _NO_EVICTION = "Nothing can be evicted, and measured bytes are too low: use OneF
 _NO_THREADS = "Neither fill jobs nor forwards beside backwards can run: leave them out"
 _SPLIT = "Split backwards, such as those of zero-bubble schedules, cannot run: take a schedule with whole ones, such as OneFOneB"
 _NO_FSDP = "Stages under fully_shard cannot run"
+_NO_DRY_RUN = "The first step measures what stages take"
 _NO_DDP = "Stages under DistributedDataParallel cannot run: use fully_shard"
 _NO_PACKAGE = "Process groups of a package's own backend cannot carry tensors of a device: take one of torch's"
 
@@ -80,9 +81,14 @@ NAMES: dict[str, PrivateName] = {  # the fields of those that have the same ones
         ("_get_current_dispatch_mode_stack", "torch.utils._python_dispatch", "see dispatch modes", _NO_THREADS),
         ("_current_level", "torch.autograd.forward_ad", "see levels of forward derivatives", "One that is left on is not noticed"),
         ("TorchDispatchMode", "torch.utils._python_dispatch", "see operations", "Fill jobs and slices cannot run: leave them out"),
+        # Fake tensors
+        ("FakeTensor FakeTensorMode", "torch._subclasses.fake_tensor", "run stages without data before the first step", _NO_DRY_RUN),
+        ("_disable_current_modes", "torch.utils._python_dispatch", "compute what masks and positions decide", _NO_DRY_RUN),
+        ("_grouped_mm", "torch.ops.aten", "know what its fake kernel refuses", "Stages with it are measured by the first step"),
         # Operators
         ("_foreach_norm", "torch", "clip many gradients at once", "Clipping takes them one by one"),
-        ("_schema", "an operator of torch.ops", "see whether it drops out", "Operators that draw count as dropout"),
+        ("_schema", "an operator of torch.ops", "see whether it drops out, or writes into its arguments",
+         "Operators that draw count as dropout, and the first step measures what stages take"),
         ("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention_for_cpu_backward "
          "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_backward",
          "torch.ops.aten", "attend to slices", "Attention over slices of a sequence does not work"),
