@@ -164,6 +164,8 @@ class MeasuredPlans(PlanSource):
             while not packed or not has_ended(packed):
                 packed = gather(lambda source: _measured(source)._advance(packed))
             gather(lambda source: _measured(source)._conclude(packed, key))
+            if self._dry_run is not None and self._dry_run.failure:
+                self._say(f"this step measures, because sizes cannot be known before it: {self._dry_run.failure}")
         self._take(self._shapes.use(key, Shapes()))
 
     def _conclude(self, packed: Sequence[bytes], key: StepKey) -> bytes:
@@ -175,10 +177,8 @@ class MeasuredPlans(PlanSource):
 
     def _take(self, shapes: Shapes) -> None:
         assert self._dry_run is not None, "it has ended"
-        if self._dry_run.failure:
-            shapes.must_measure = True
-            self._say(f"this step measures, because sizes cannot be known before it: {self._dry_run.failure}")
-        else:
+        shapes.must_measure = bool(self._dry_run.failure)
+        if not shapes.must_measure:
             shapes.measured, shapes.is_predicted = self._dry_run.sizes, True
 
     def _advance(self, packed: Sequence[bytes]) -> bytes:

@@ -6,13 +6,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from bpipe.device import fork_random_states
-from bpipe.device.generators import PYTHON, GlobalNumPy
+from bpipe.device.generators import PYTHON, GlobalNumPy, source_of
 from bpipe.model.pytree import mapped
 from bpipe.prediction.known_values import KnownValues, know
 from bpipe.torch_private.fakes import FakeTensor, fake_mode
@@ -22,6 +23,7 @@ __all__: list[str] = []
 
 LIBRARIES = frozenset({"torch", "transformers", "peft"})  # whose hooks make a weight, or let an input need a gradient
 CONTAINERS = (list, dict, set, deque)
+SMALL = 64  # elements of a tensor of floating-point numbers that counts as known, if it is neither a parameter nor a buffer
 
 Look = list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]]  # attributes, what they were, what containers held
 
@@ -36,6 +38,7 @@ class FakeModules:
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
         self._modules = list({id(part): part for module in modules for part in module.modules()}.values())
         self._device, self._mode = device, fake_mode()
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the real ones, by the identity of these
         self._inside: Look | None = None
         self._entered = ExitStack()
 
@@ -43,17 +46,18 @@ class FakeModules:
         """Return a pytree with a fake tensor for each of its tensors, always the same one for the same tensor."""
         return mapped(self._fake_of, value)
 
-    def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fake_of(self, tensor: torch.Tensor, most_numbers: int = 0) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        fake: torch.Tensor = self._mode.from_tensor(tensor)
-        if not hasattr(fake, "known"):
-            know(fake, tensor)
-        return fake
+        if id(tensor) not in self._fakes:
+            fake = self._mode.from_tensor(tensor)
+            know(fake, tensor, most_numbers)
+            self._fakes[id(tensor)] = tensor, fake
+        return self._fakes[id(tensor)][1]
 
     def __enter__(self) -> None:
         with ExitStack() as entered:
-            entered.enter_context(_random_numbers(self._device))
+            entered.enter_context(_random_numbers(self._device, self._modules))
             entered.callback(_restore, _look(self._modules))
             if self._inside is None:
                 self._prepare()
@@ -62,7 +66,7 @@ class FakeModules:
             entered.callback(self._look_inside)
             entered.enter_context(_masks_as_of_real_tensors())
             entered.enter_context(self._mode)
-            entered.enter_context(KnownValues())
+            entered.enter_context(KnownValues(partial(self._fake_of, most_numbers=SMALL)))
             self._entered = entered.pop_all()
 
     def __exit__(self, *error: object) -> None:
@@ -109,12 +113,18 @@ def _restore(look: Look) -> None:
 
 
 @contextmanager
-def _random_numbers(device: torch.device) -> Iterator[None]:
-    """Restore the states of random numbers: torch's, Python's and NumPy's own."""
+def _random_numbers(device: torch.device, modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the states of random numbers: torch's, Python's and NumPy's own, and those in attributes of modules."""
+    held = (part for module in modules for value in vars(module).values() for part in _inside(value))
+    sources = [PYTHON, GlobalNumPy(), *(source for part in held if (source := source_of(part)) is not None)]
     with fork_random_states({device}), ExitStack() as after:
-        for source in (PYTHON, GlobalNumPy()):
+        for source in sources:
             after.callback(source.set, source.get())
         yield
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return (value,) if not isinstance(value, CONTAINERS) else value.values() if isinstance(value, dict) else value
 
 
 @contextmanager

@@ -7,20 +7,19 @@ no activation does. What is saved depends on them: a model leaves out a mask tha
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from bpipe.errors import BPipeError
-from bpipe.torch_private.fakes import GROUPED_PRODUCT, FakeTensor, is_mutable, without_modes
+from bpipe.torch_private.fakes import GROUPED_PRODUCT, is_mutable, without_modes
 from bpipe.torch_private.modes import DispatchMode
 
 __all__: list[str] = []
 
 aten = torch.ops.aten
 MOST_KNOWN = 2**20  # elements of a tensor whose values are carried along
-SMALL = 64  # elements of a real tensor of floating-point numbers, neither a parameter nor a buffer, that counts as known
 BY_VALUE = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 ROUTERS = {aten.topk.default: True, aten.argmax.default: False, aten.max.dim: False}  # whether the dimension comes third
 UNFILLED = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default, aten.empty_strided.default})
@@ -43,10 +42,17 @@ class KnownValues(DispatchMode):
 
     Where control flow asks for a value that activations or random numbers decide, some are assumed: a router sends as many tokens
     to each expert, nothing is infinite, no layer is dropped. Anything else raises an `UnpredictableError` with its line.
+
+    Args:
+        fake: returns the fake tensor that stands for a real one, always the same: nothing is written to a real one.
     """
 
+    def __init__(self, fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._fake = fake
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        args, kwargs = _mapped(self._fake, args), _mapped(self._fake, kwargs or {})
         if "c10d" in func.namespace:
             raise UnpredictableError(f"{func} communicates with other processes, at {_line()}")
         if func in MEASURED:
@@ -73,18 +79,22 @@ class KnownValues(DispatchMode):
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the values of a tensor; None if they are not known."""
-    if not isinstance(tensor, FakeTensor):
-        return tensor if not tensor.is_floating_point() or tensor.numel() <= SMALL else None
+    """Return the values of a fake tensor; None if they are not known."""
     value: torch.Tensor | None = getattr(tensor, "known", None)
     is_forgotten = value is not None and value.numel() > 0 and not value.untyped_storage().nbytes()
     return None if is_forgotten else value
 
 
-def know(fake: Any, real: torch.Tensor) -> None:
-    """Note the values of a real tensor in the fake one that stands for it, if they can decide what runs."""
-    if not real.is_floating_point() and not real.is_complex() and real.numel() <= MOST_KNOWN and not real.is_meta:
-        fake.known = real.detach().cpu().clone()
+def know(fake: Any, real: torch.Tensor, most_numbers: int) -> None:
+    """Note the values of a real tensor in the fake one that stands for it, if they can decide what runs.
+
+    Args:
+        most_numbers: the most elements of one of floating-point numbers.
+    """
+    is_of_numbers = real.is_floating_point() or real.is_complex()
+    if real.numel() <= (most_numbers if is_of_numbers else MOST_KNOWN) and not real.is_meta:
+        with without_modes():
+            fake.known = real.detach().cpu().clone()
 
 
 def _made(func: Any, args: Any, kwargs: Any) -> Any:
@@ -136,7 +146,7 @@ def _values(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     on_cpu = {"device": "cpu"} if "device" in kwargs else {}
     with without_modes():
         try:
-            values = func(*_mapped(_real, args), **{**_mapped(_real, kwargs), **on_cpu})
+            values = func(*_mapped(values_of, args), **{**_mapped(values_of, kwargs), **on_cpu})
         except NotImplementedError:
             return None
         return values.zero_() if func in UNFILLED else values
@@ -147,10 +157,6 @@ def _measured(func: Any, args: Any, kwargs: Any) -> Any:
     with without_modes():
         made = func(*_mapped(lambda one: torch.empty_strided(one.shape, one.stride(), dtype=one.dtype).zero_(), args), **kwargs)
     return _mapped(_empty_like, made)
-
-
-def _real(one: torch.Tensor) -> torch.Tensor | None:
-    return values_of(one) if isinstance(one, FakeTensor) else one.detach().clone()
 
 
 def _empty_like(one: torch.Tensor) -> torch.Tensor:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
-import random
+import gc
+import logging
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import bpipe
+from bpipe.api.measured_plans import MeasuredPlans
+from bpipe.model.state.side_effects import States, changed, look_at
 from tests.models import KINDS, batch_of, directions_of, modules_of, mse
 from tests.over import Over, pipeline
+from tests.prediction.kinds import MEASURED, PREDICTED, WIDTH
 
 M = 4
 # by schedule: the stages of a rank
@@ -54,3 +59,69 @@ def test_the_first_step_takes_what_was_predicted(kind: str, schedule: type[bpipe
     assert all(map(is_proven, schedules))
     for one in schedules:
         assert one.stats["device_peak_bytes"] <= max(one.plan.device_peak_bytes)
+
+
+def of_kind(make: Callable[[], nn.Module]) -> tuple[bpipe.Loopback, list[Any], list[nn.Module]]:
+    modules = [make() for _ in range(2)]
+    return *pipeline(Over(bpipe.OneFOneB, {"budget": "lowest"}), modules, M, mse), modules
+
+
+def step(loopback: bpipe.Loopback, schedules: list[Any]) -> None:
+    x = torch.randn(5 * M, WIDTH, generator=torch.Generator().manual_seed(1))
+    loopback.step(schedules, x, target=x)
+
+
+def looks(modules: list[nn.Module]) -> States:
+    return look_at(torch.device("cpu"), [(f"{i}.{name}", one) for i, m in enumerate(modules) for name, one in m.named_modules()], [])
+
+
+def num_fakes() -> int:
+    gc.collect()
+    return sum(type(one) is FakeTensor for one in gc.get_objects())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("kind", PREDICTED)
+def test_modules_are_predicted_and_stay_as_they_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loopback, schedules, modules = of_kind(PREDICTED[kind])
+    before, predict, fakes = looks(modules), MeasuredPlans._predict, num_fakes()
+    differences: list[str | None] = []
+
+    def and_look(source: MeasuredPlans, *arguments: Any) -> None:
+        predict(source, *arguments)
+        differences.extend(map(changed, before, looks(modules)))
+        assert num_fakes() == fakes
+
+    monkeypatch.setattr(MeasuredPlans, "_predict", and_look)
+    step(loopback, schedules)
+    assert differences[:3] == [None] * 3
+    assert [one.session.source._dry_run.failure for one in schedules] == ["", ""]
+    assert all(map(is_proven, schedules))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("kind", MEASURED)
+def test_what_activations_decide_is_measured_and_said(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "bpipe")
+    make, why = MEASURED[kind]
+    loopback, schedules, modules = of_kind(make)
+    step(loopback, schedules)
+    assert schedules[0].plan.sizes is None and not any(type(p.grad) is FakeTensor for m in modules for p in m.parameters())
+    said = [one.message for one in caplog.records if "this step measures, because sizes cannot be known before it" in one.message]
+    assert len(said) == 1 and why in said[0]
+    for _ in range(2):
+        step(loopback, schedules)
+    assert schedules[0].plan.sizes is not None
+
+
+def test_no_hook_of_the_users_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    loopback, schedules, modules = of_kind(PREDICTED["plain"])
+    calls: list[str] = []
+    modules[0].register_forward_hook(lambda *_: calls.append("forward"))
+    modules[0].down.register_full_backward_hook(lambda *_: calls.append("backward"))
+    modules[1].register_forward_pre_hook(lambda *_: calls.append("before"))
+    modules[1].up.weight.register_hook(lambda _: calls.append("gradient"))
+    modules[1].up.weight.register_post_accumulate_grad_hook(lambda _: calls.append("added"))
+    step(loopback, schedules)
+    assert schedules[0].session.source._dry_run.failure == ""
+    assert {name: calls.count(name) for name in set(calls)} == dict.fromkeys(["forward", "backward", "before", "gradient", "added"], M)
