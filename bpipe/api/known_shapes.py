@@ -37,7 +37,7 @@ class Shapes:
         return was_known
 
     def replan(self, states: tuple[tuple[int, int], ...]) -> bool:
-        """Forget the plan, but not the sizes, if ranks have other optimizer states, or other sizes; return whether there was one."""
+        """Forget the plan, but not the sizes, if ranks have other states or sizes; return whether there was one."""
         if self.states == states:
             return False
         was_known = self.plan is not None

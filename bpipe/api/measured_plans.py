@@ -14,10 +14,8 @@ from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.policy import Policy
 from bpipe.comm.health.agreement import RoomRecord, StepRecord
 from bpipe.comm.wire.codec import decode_text
-from bpipe.engine.ordered import OrderWatch
 from bpipe.engine.remembered import Memory
-from bpipe.engine.run import Observer, Run
-from bpipe.engine.shared import why_in_order
+from bpipe.engine.run import Run
 from bpipe.errors import AgreementError, BudgetError, CommError, format_error
 from bpipe.memory.recent import Recent
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
@@ -27,14 +25,11 @@ from bpipe.parallel.shared_weights import NOTHING, Shared
 from bpipe.passes.balance.outcome import outcome
 from bpipe.passes.communicate import computations_only
 from bpipe.passes.gradient_exchanges import summing
-from bpipe.passes.profiling_order import profiling_order
-from bpipe.plan.action import COMPUTE
 from bpipe.plan.amounts import show_each
 from bpipe.plan.sizes import Sizes
 from bpipe.prediction.dry_run import DryRun, has_ended
 from bpipe.schedules import Op, Plan, finish
 from bpipe.session.context import RankContext
-from bpipe.session.filler import both
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.report import RankSizes, Report
@@ -91,7 +86,6 @@ class MeasuredPlans(PlanSource):
     ) -> None:
         self._base = computations_only(plan)
         super().__init__(plan if _is_plain(plan) else finish(self._base), rule, asked)
-        self._profiling_plan = finish(profiling_order(self._base))
         self._in_order: Plan | None = None  # the plan that measures in the schedule's order, once it was needed
         self._policy, self._context, self._replicas = policy, context, replicas
         self._is_lowest = is_lowest
@@ -112,7 +106,7 @@ class MeasuredPlans(PlanSource):
         if not super().share(shared):
             return False
         self._base = replace(self._base, flow=summing(self._base.flow, shared.holders))
-        self._profiling_plan, self._in_order = finish(profiling_order(self._base)), None
+        self._in_order = None
         for shapes in self._shapes.values():
             shapes.measured = shapes.plan = None
         return True
@@ -160,13 +154,17 @@ class MeasuredPlans(PlanSource):
     def _predict(self, key: StepKey, gather: Gather) -> None:
         """Find the sizes by a dry run on all ranks, or why a step has to measure them."""
         if self._dry_run is None or not self._dry_run.is_over:  # a loopback asks once for each of its ranks
-            packed: list[bytes] = []
-            while not packed or not has_ended(packed):
-                packed = gather(lambda source: _measured(source)._advance(packed))
+            packed = self._advance_all((), gather)
+            while not has_ended(packed):
+                packed = self._advance_all(packed, gather)
             gather(lambda source: _measured(source)._conclude(packed, key))
             if self._dry_run is not None and self._dry_run.failure:
                 self._say(f"this step measures, because sizes cannot be known before it: {self._dry_run.failure}")
         self._take(self._shapes.use(key, Shapes()))
+
+    def _advance_all(self, packed: Sequence[bytes], gather: Gather) -> list[bytes]:
+        """Let the dry runs of all ranks go on, with what they have told in the round before."""
+        return gather(lambda source: _measured(source)._advance(packed))
 
     def _conclude(self, packed: Sequence[bytes], key: StepKey) -> bytes:
         """End this rank's dry run."""
@@ -190,37 +188,11 @@ class MeasuredPlans(PlanSource):
         return self._dry_run.advance(packed)
 
     def _plan_to_measure(self, gather: Gather) -> Plan:
-        """Return the plan of a step that measures: one microbatch at a time, if that gives the same results on all ranks."""
-        if self._policy.measure == "in_order":
-            reasons = ["as requested"]
-        else:
-            reasons = [*filter(None, _answers(gather, MeasuredPlans._needs_order))]
-        if len(self._shapes) > 1 or reasons:
-            how = f"in the schedule's own order ({reasons[0]})" if reasons else "one microbatch at a time"
-            self._say(f"new shapes or sizes: this step runs {how} and measures them")
-        if not reasons:
-            return self._profiling_plan
+        """Return the plan of a step that measures: in the schedule's own order, balanced by the number of microbatches."""
         if self._in_order is None:
             make = partial(self._policy.plan_by_count, self._base)
             self._in_order = self._context.once((self._policy, self._base, "in order"), make)
         return self._in_order
-
-    def _needs_order(self) -> str:
-        """Return why this rank cannot measure one microbatch at a time; empty if it knows no reason."""
-        return why_in_order(self._context.stages, self._context.loss_fn, shares_random=self._shares_random())
-
-    def _shares_random(self) -> bool:
-        """Return whether this rank's forwards and those of another stage draw from the same random numbers."""
-        group = self._context.group
-        with_ranks = isinstance(group, LoopbackGroup) and not group.loopback.own_random_state
-        return self.plan.num_stages > 1 if with_ranks else len(self._context.stages) > 1
-
-    def observer_of(self, inputs: PreparedCall, plan: Plan, observer: Observer | None) -> Observer | None:
-        rank, shares_random = self._context.plan_rank, self._shares_random()
-        if plan is not self._profiling_plan or (not shares_random and _computed(plan, rank) == _computed(self._base, rank)):
-            return observer
-        device = self._context.transport.device
-        return both(OrderWatch(self._context.stages, inputs.given, device, shares_random=shares_random), observer)
 
     def _warn_if_often(self, measures: bool) -> None:
         """Warn once if nearly all of the latest steps have measured."""
@@ -228,8 +200,8 @@ class MeasuredPlans(PlanSource):
         if self._recent.count(True) == OFTEN and self._context.plan_rank == 0 and not self._has_warned:
             self._has_warned = True
             self._context.log().warning(
-                "%s: %d of the latest %d steps had inputs of new shapes, or modules that had changed, and ran one microbatch at "
-                "a time to measure them: pad inputs to a few shapes, or give Balanced sizes=",
+                "%s: %d of the latest %d steps had inputs of new shapes, or modules that had changed, and measured them: pad "
+                "inputs to a few shapes, or give Balanced sizes=",
                 self.rule,
                 OFTEN,
                 len(self._recent),
@@ -239,13 +211,13 @@ class MeasuredPlans(PlanSource):
 
     def learn(self, run: Run) -> None:
         shapes = self._latest
-        if run.plan is self._profiling_plan or run.plan is self._in_order:
+        if run.plan.sizes is None:
             shapes.measured = sizes_of(run)
         elif shapes.is_predicted:
             if not shapes.prove(sizes_of(run)):
                 self._num_wrong += 1
                 self._context.log().info("%s: this rank's microbatches took other memory than a dry run had said", self.rule)
-        elif run.plan.sizes is not None:
+        else:
             for stage in shapes.outgrown(run.plan, run.evictions.measured()):
                 self.measure_again(f"a microbatch of stage {stage} saves more than planned")
         shapes.varying |= run.evictions.varying()
@@ -388,11 +360,6 @@ def _measured(source: PlanSource) -> MeasuredPlans:
 def _answers(gather: Gather, ask: Callable[[MeasuredPlans], str]) -> list[str]:
     """Ask the sources of all ranks, and return what each of them says."""
     return [decode_text(data) for data in gather(lambda source: ask(_measured(source)).encode(errors="replace"))]
-
-
-def _computed(plan: Plan, rank: int) -> list[tuple[object, ...]]:
-    """Return the computations of a rank, in order."""
-    return [action.op_key for action in plan.actions[rank] if action.op in COMPUTE]
 
 
 @contextmanager

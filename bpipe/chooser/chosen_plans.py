@@ -13,12 +13,13 @@ import torch.distributed as dist
 
 from bpipe.api.known_shapes import Shapes
 from bpipe.api.loopback import LoopbackGroup
-from bpipe.api.measured_plans import MeasuredPlans, MeasuredRecord, naming
+from bpipe.api.measured_plans import MeasuredRecord, naming
 from bpipe.api.policy import Policy
 from bpipe.api.schedule import Schedule
 from bpipe.chooser.compare_plans import choose
 from bpipe.chooser.known_costs import KnownCosts
 from bpipe.chooser.plan_choice import Choice, show_s
+from bpipe.chooser.profiled_plans import ProfiledPlans
 from bpipe.chooser.question import StagesQuestion
 from bpipe.chooser.together import Together, communicate_inside
 from bpipe.chooser.ways import Wishes
@@ -119,7 +120,7 @@ class Track:
         return Answer(choice.to_json(), True, False, f"{said}: {choice.name} takes its place: {expected}")
 
 
-class ChosenPlans(MeasuredPlans):
+class ChosenPlans(ProfiledPlans):
     """Plans that rank 0 chooses, and all ranks verify.
 
     The first step with inputs of some form measures bytes, one microbatch at a time, and times; a plan is chosen for these. Steps
@@ -133,8 +134,6 @@ class ChosenPlans(MeasuredPlans):
         replicas: the ranks that hold the same stages in other pipelines: all run the plan that the first of them chooses.
         told: called on rank 0 with what is done of a choice, and of all.
     """
-
-    predicts = False  # the first step shows times, too
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ def profiling_order(plan: Plan) -> Plan:
     """Return a plan that runs the stages of another plan, on the same ranks, one microbatch after the other.
 
     Each stage takes its microbatches in the same order, so gradients add up to the same bits, as long as the stage depends
-    neither on the other stages of its rank nor on whether a backward comes before the next forward (`engine/ordered.py` checks).
+    neither on the other stages of its rank nor on whether a backward comes before the next forward (`auto` watches that).
     If the plan gathers weights, they are gathered for each computation, and gradients are reduced once.
     """
     is_sharded = any(action.op in SHARDING and action.peer is None for lane in plan.actions for action in lane)

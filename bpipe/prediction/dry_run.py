@@ -23,9 +23,9 @@ from typing import NamedTuple
 
 import torch
 
+from bpipe.comm.transport.base import Transfer
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.comm.wire.dtensor import is_dtensor
-from bpipe.comm.transport.base import Transfer
 from bpipe.dry_run.fake_transport import FakeTransport, Over
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Run
@@ -91,7 +91,8 @@ class Round(NamedTuple):
 def has_ended(packed: Sequence[bytes]) -> bool:
     """Return whether all ranks are over, or one of them cannot go on, or none."""
     rounds = [Round.unpack(data) for data in packed]
-    return any(one.failure for one in rounds) or all(one.is_over for one in rounds) or not any(one[:2] != ((), ()) for one in rounds)
+    goes_on = any(one.alike or one.headers for one in rounds) and not all(one.is_over for one in rounds)
+    return not goes_on or any(one.failure for one in rounds)
 
 
 def why_not(context: RankContext) -> str:
@@ -267,7 +268,7 @@ class DryRun:
             name=f"rank {rank} of the plan, in a dry run",
             conventions=context.cutter.conventions(),
             observer=None,
-            shared=Shared({holders: self._modules.fake(weights) for holders, weights in self._shared.weights.items()}, frozenset()),
+            shared=Shared({one: self._modules.fake(weights) for one, weights in self._shared.weights.items()}, frozenset()),
         )
 
     def _fakes(self) -> StepInputs:
@@ -301,7 +302,7 @@ class DryRun:
     def _returned_bytes(self, run: Run, microbatch: int) -> int:
         """Return the bytes of what the step returns for a microbatch."""
         results, units = run.results, self._plan.units.of(microbatch)
-        return bytes_under(tensors_in([of.get(unit) for of in (results.losses, results.outputs) for unit in units]))  # of fakes, on any device
+        return bytes_under(tensors_in([of.get(unit) for of in (results.losses, results.outputs) for unit in units]))
 
 
 def _check_leaves(run: Run, action: Action) -> None:

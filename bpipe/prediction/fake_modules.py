@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -50,7 +51,8 @@ class FakeModules:
         if isinstance(tensor, FakeTensor):
             return tensor
         if id(tensor) not in self._fakes:
-            fake = self._mode.from_tensor(tensor)
+            with warnings.catch_warnings(action="ignore"):  # of a gradient that only leaves have, which torch asks for
+                fake = self._mode.from_tensor(tensor)
             know(fake, tensor, most_numbers)
             self._fakes[id(tensor)] = tensor, fake
         return self._fakes[id(tensor)][1]
@@ -78,7 +80,8 @@ class FakeModules:
     def _prepare(self) -> None:
         """Put fake tensors into the modules, and take the user's hooks out."""
         for module in self._modules:
-            for tensors in (module._parameters, module._buffers):
+            held: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for tensors in held:
                 tensors.update({name: self._fake_of(one) for name, one in tensors.items() if one is not None})
             for hooks in hooks_of(module):
                 for key in [key for key, hook in hooks.items() if not _is_a_librarys(hook)]:
@@ -116,8 +119,8 @@ def _restore(look: Look) -> None:
 def _random_numbers(device: torch.device, modules: Iterable[nn.Module]) -> Iterator[None]:
     """Restore the states of random numbers: torch's, Python's and NumPy's own, and those in attributes of modules."""
     held = (part for module in modules for value in vars(module).values() for part in _inside(value))
-    sources = [PYTHON, GlobalNumPy(), *(source for part in held if (source := source_of(part)) is not None)]
     with fork_random_states({device}), ExitStack() as after:
+        sources: list[Any] = [PYTHON, GlobalNumPy(), *filter(None, map(source_of, held))]
         for source in sources:
             after.callback(source.set, source.get())
         yield

@@ -27,7 +27,8 @@ OVER_STORAGES = frozenset(getattr(aten.set_, overload) for overload in aten.set_
 # The fake kernels give statistics the type of the input, the real ones that of the weight, which stands at this place.
 NORMS = {aten.native_layer_norm.default: 2, aten.native_group_norm.default: 1, aten.native_batch_norm.default: 1}
 # The kernels of losses that write one for each element first, and the mean into the same storage; where they take the reduction.
-MEANS = {aten.mse_loss.default: 2, aten.smooth_l1_loss.default: 2, aten.soft_margin_loss.default: 2, aten.binary_cross_entropy.default: 3}
+MEANS = {loss.default: 2 for loss in (aten.mse_loss, aten.smooth_l1_loss, aten.soft_margin_loss)}
+MEANS |= {aten.binary_cross_entropy.default: 3}
 NONE, MEAN = 0, 1  # of reductions
 MEASURED = frozenset({aten.mkldnn_rnn_layer.default})  # its fake kernel does not know the workspace, which is saved
 NOT_THE_USERS = ("/torch/", "/bpipe/prediction/", "<")
@@ -48,7 +49,7 @@ class KnownValues(DispatchMode):
     """
 
     def __init__(self, fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,13 +164,13 @@ def _empty_like(one: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
 
 
-def _fake_with(value: torch.Tensor) -> torch.Tensor:
+def _fake_with(value: torch.Tensor) -> Any:
     fake: Any = _empty_like(value)
     fake.known = value
     return fake
 
 
-def _grouped(one: torch.Tensor, other: torch.Tensor, offsets: Any = None) -> torch.Tensor:
+def _grouped(one: Any, other: Any, offsets: Any = None) -> Any:
     """Return a product of groups: its fake kernel refuses types that the real one takes."""
     groups = [] if one.dim() != other.dim() else [offsets.shape[0] if one.dim() == 2 else one.shape[0]]
     return one.new_empty([*groups, one.shape[-2], other.shape[-1]])

@@ -18,7 +18,7 @@ except ImportError:  # pragma: no cover - a release to come may have moved them
     _fakes = _dispatch = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 else:
     FakeTensor = ask(_fakes, "FakeTensor", type("FakeTensor", (), {}))
 

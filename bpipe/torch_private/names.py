@@ -82,7 +82,7 @@ NAMES: dict[str, PrivateName] = {  # the fields of those that have the same ones
         ("_current_level", "torch.autograd.forward_ad", "see levels of forward derivatives", "One that is left on is not noticed"),
         ("TorchDispatchMode", "torch.utils._python_dispatch", "see operations", "Fill jobs and slices cannot run: leave them out"),
         # Fake tensors
-        ("FakeTensor FakeTensorMode", "torch._subclasses.fake_tensor", "run stages without data before the first step", _NO_DRY_RUN),
+        ("FakeTensor FakeTensorMode", "torch._subclasses.fake_tensor", "run stages without data", _NO_DRY_RUN),
         ("_disable_current_modes", "torch.utils._python_dispatch", "compute what masks and positions decide", _NO_DRY_RUN),
         ("_grouped_mm", "torch.ops.aten", "know what its fake kernel refuses", "Stages with it are measured by the first step"),
         # Operators

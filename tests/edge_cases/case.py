@@ -157,8 +157,8 @@ def pipeline(
 
 
 def _class_of(schedule: Any) -> Any:
-    """The schedule's class, under `Balanced` too."""
-    return schedule.schedule if isinstance(schedule, Over) else schedule
+    """The schedule's class, under `Balanced` and `auto` too."""
+    return getattr(schedule, "schedule", schedule)
 
 
 def _finished(result: Result, modules: Sequence[nn.Module]) -> Result:

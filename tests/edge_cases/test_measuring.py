@@ -1,4 +1,4 @@
-"""The step in which `Balanced` measures is plain's to the bit, or it is refused: what its order decides about is noticed."""
+"""All steps of `Balanced` are plain's to the bit; `auto`'s first one, too, or it is refused: what its order decides is noticed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import enum
 import logging
 import random
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +37,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "host": {**LOWEST, "to": Destinations(host="only")},
     "recompute": {**LOWEST, "by": "recompute"},
 }
-IN_ORDER = {**LOWEST, "measure": "in_order"}
 
 
 def batch(step: int) -> Batch:
@@ -68,12 +67,30 @@ def assert_plains(case: Case, schedule: type[bpipe.Schedule], **options: Any) ->
     return result
 
 
-def first_step_fails(case: Case, schedule: type[bpipe.Schedule], match: str) -> None:
-    modules = case.make()
-    loopback, schedules = pipeline(Over(schedule, LOWEST), modules, case.loss_fn)
+@dataclass(frozen=True)
+class Auto:
+    """`auto` for the stages of a schedule class, to be used like a schedule class."""
+
+    schedule: type[bpipe.Schedule]
+
+    @property
+    def rule(self) -> str:
+        return self.schedule.rule
+
+    def __call__(self, stages: Any, m: int, **options: Any) -> bpipe.Schedule:
+        return bpipe.auto(stages, m, start=self.rule, **options)
+
+
+def first_step(case: Case, schedule: type[bpipe.Schedule]) -> None:
+    """Run the first step of `auto`, which measures one microbatch at a time."""
+    loopback, schedules = pipeline(Auto(schedule), case.make(), case.loss_fn)
     first = case.batch(0)
+    loopback.step(schedules, *first.args, target=first.target, **first.kwargs)
+
+
+def first_step_fails(case: Case, schedule: type[bpipe.Schedule], match: str) -> None:
     with pytest.raises(StageError, match=match) as caught:
-        loopback.step(schedules, *first.args, target=first.target, **first.kwargs)
+        first_step(case, schedule)
     assert "measure='in_order'" in str(caught.value)
 
 
@@ -293,29 +310,29 @@ def at(index: int, make: Callable[[], nn.Module]) -> Case:
 
 
 @pytest.mark.parametrize("name", [*DRAWING, *WRITING])
-def test_a_backward_that_draws_or_writes_is_refused_or_measured_in_order(name):
+def test_a_backward_that_draws_or_writes_is_plains_or_refused(name):
     make = {**DRAWING, **WRITING}[name]
     match = r"^stage 1, microbatch 0: the backward" + (" draws random numbers" if name in DRAWING else " changes the")
     first_step_fails(at(1, make), bpipe.OneFOneB, match)
-    result = assert_plains(at(1, make), bpipe.OneFOneB, measure="in_order")
+    result = assert_plains(at(1, make), bpipe.OneFOneB)
     assert sum(stats["evicted_bytes"] for stats in result.stats) > 0
 
 
 @pytest.mark.parametrize("schedule", [bpipe.GPipe, bpipe.ZBH1, bpipe.ZBH2, bpipe.BalancedOneFOneB], ids=lambda one: one.rule)
 @pytest.mark.parametrize("make", [Torchs, Amax])
-def test_in_order_under_other_schedules(schedule, make):
-    assert_plains(at(2, make), schedule, measure="in_order")
+def test_other_schedules(schedule, make):
+    assert_plains(at(2, make), schedule)
 
 
 @pytest.mark.parametrize("way", [WAYS["parts"], WAYS["host"], WAYS["recompute"]], ids=["parts", "host", "recompute"])
-def test_in_order_whatever_the_balance_is_by(way):
-    assert_plains(at(1, Inside), bpipe.OneFOneB, measure="in_order", **way)
+def test_whatever_the_balance_is_by(way):
+    assert_plains(at(1, Inside), bpipe.OneFOneB, **way)
 
 
 @pytest.mark.parametrize("make", [Torchs, RecomputedNorm, partial(OptimizerInBackward, is_counted=True)])
 def test_a_rank_whose_order_is_the_same_is_not_watched(make):
     """As the last stage's is under 1F1B."""
-    assert_plains(at(NUM_STAGES - 1, make), bpipe.OneFOneB)
+    first_step(at(NUM_STAGES - 1, make), bpipe.OneFOneB)
     first_step_fails(at(NUM_STAGES - 1, make), bpipe.GPipe, rf"^stage {NUM_STAGES - 1}, microbatch 0: the backward")
 
 
@@ -371,17 +388,15 @@ def _logged(gradient: torch.Tensor) -> torch.Tensor:
 def test_what_the_order_does_not_change_is_left_alone():
     for schedule in (bpipe.OneFOneB, bpipe.ZBH1):
         assert_plains(case_of(lambda: [Keeps() for _ in range(NUM_STAGES)]), schedule)
+        first_step(case_of(lambda: [Keeps() for _ in range(NUM_STAGES)]), schedule)
 
 
 def test_attributes_that_a_backward_changes_are_warned_of(caplog):
-    """They may be logs; where a forward reads them, measure="in_order" is plain's to the bit."""
+    """They may be logs, which no forward reads."""
     caplog.set_level(logging.WARNING, logger="bpipe")
-    assert_plains(at(1, Logged), bpipe.OneFOneB)
-    for make in (Attribute, Inside, Slotted):
-        case = at(1, make)
-        with pytest.raises(AssertionError):
-            assert_plains(case, bpipe.OneFOneB)
-        assert_plains(case, bpipe.OneFOneB, measure="in_order")
+    for make in (Logged, Attribute, Inside, Slotted):
+        assert_plains(at(1, make), bpipe.OneFOneB)
+        first_step(at(1, make), bpipe.OneFOneB)
     warned = [record.getMessage().partition(". If")[0] for record in caplog.records]
     names = ("log's length", "norm", "meter.norms['seen'][0]", "_Slotted__norm")
     assert warned == [f"stage 1: a backward changes the attribute {name}" for name in names]
@@ -391,7 +406,7 @@ def test_attributes_that_a_backward_changes_are_warned_of(caplog):
 
 
 @pytest.mark.parametrize("schedule, way", [(bpipe.OneFOneB, "parts"), (bpipe.GPipe, "recompute"), (bpipe.ZBV, "whole")])
-def test_measured_in_order_the_sizes_are_the_same(schedule, way):
+def test_sizes_that_are_measured_are_those_that_were_predicted(schedule, way):
     found = [planned(schedule, {**WAYS[way], "measure": measure}) for measure in ("auto", "in_order")]
     assert found[0] == found[1]
 
@@ -462,12 +477,13 @@ class Averaging(nn.Module):
 def test_stages_of_a_rank_that_share_something(caplog, kind, schedule):
     caplog.set_level(logging.INFO, "bpipe")
     assert_plains(sharing(kind, *HELD[schedule]), schedule)
+    first_step(sharing(kind, *HELD[schedule]), schedule)
     assert f"in the schedule's own order (stages {HELD[schedule][0]} and {HELD[schedule][1]} share" in caplog.text
 
 
 def test_the_loss_shares_a_weight_with_a_stage_beside_the_last():
     assert_plains(sharing("loss", 0, 3), bpipe.ZBV)
-    assert_plains(sharing("closure", 0, 3), bpipe.ZBV, measure="in_order")
+    assert_plains(sharing("closure", 0, 3), bpipe.ZBV)
     first_step_fails(sharing("closure", 0, 3), bpipe.ZBV, "the forward uses a tensor of shape .* as stage 0 does")
 
 
@@ -482,7 +498,8 @@ def test_gradients_of_a_keyword_argument_add_up_in_order():
         return case_of(lambda: [Scaled() for _ in range(NUM_STAGES)], batch=lambda step: replace(batch(step), kwargs={"by": by}))
 
     first_step_fails(scaled(), bpipe.DualPipeV, "that needs a gradient, as stage")
-    assert_plains(scaled(), bpipe.OneFOneB)
+    for schedule in (bpipe.OneFOneB, bpipe.DualPipeV):
+        assert_plains(scaled(), schedule)
 
 
 @pytest.mark.parametrize("make", [nn.Dropout, nn.RReLU, lambda: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.2)])
@@ -505,13 +522,13 @@ def test_stages_of_a_rank_that_draw_random_numbers_unseen(make):
     """By functions: known when they have."""
     case = at(3, make)
     first_step_fails(case, bpipe.ZBV, "^stage 3, microbatch 0: the forward draws random numbers")
-    assert_plains(case, bpipe.ZBV, measure="in_order")
+    assert_plains(case, bpipe.ZBV)
 
 
 def test_ranks_of_a_loopback_that_share_random_numbers():
     loopback = bpipe.Loopback(2, own_random_state=False)
     stages = [bpipe.PipelineStage(Torchs(), i, 2, "cpu", loopback.rank(i)) for i in range(2)]
-    schedules = [bpipe.Balanced(bpipe.GPipe(stage, M, loss_fn=F.mse_loss), "lowest") for stage in stages]
+    schedules = [bpipe.auto(stage, M, F.mse_loss, start="gpipe") for stage in stages]
     with pytest.raises(StageError, match=r"^stage 0, microbatch 0: the forward draws random numbers"):
         loopback.step(schedules, *batch(0).args, target=batch(0).target)
 
@@ -519,7 +536,7 @@ def test_ranks_of_a_loopback_that_share_random_numbers():
 @pytest.mark.parametrize("schedule", HELD, ids=lambda schedule: schedule.rule)
 def test_quiet_stages_of_a_rank_are_measured_one_microbatch_at_a_time(schedule, caplog):
     caplog.set_level(logging.INFO, "bpipe")
-    assert_plains(case_of(lambda: [Block(dropout=0.0) for _ in range(NUM_STAGES)]), schedule)
+    first_step(case_of(lambda: [Block(dropout=0.0) for _ in range(NUM_STAGES)]), schedule)
     assert "own order" not in caplog.text
 
 

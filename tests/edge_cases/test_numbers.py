@@ -18,6 +18,7 @@ from bpipe.memory.saved.stash import Stash
 from bpipe.model.microbatch import Description
 from bpipe.model.plain_numbers import CountedNumbers
 from tests.edge_cases.case import NUM_STAGES, Batch, Case, M, pipeline
+from tests.found import finds_sizes
 from tests.models import WIDTH, batch_of
 from tests.over import Over
 from tests.ranks import run_ranks
@@ -56,7 +57,7 @@ def run(
     for kwargs in steps:
         x, y = batch_of("quiet", M)
         loopback.step(schedules, x, target=y, return_outputs=False, **kwargs)
-        measured.append(schedules[0].plan.sizes is None)
+        measured.append(finds_sizes(schedules[0]))
     return measured, schedules
 
 
@@ -195,7 +196,7 @@ def as_rank(rank: int) -> tuple[list[bool], list[torch.Tensor]]:
         for step in range(10):
             x, y = batch_of("quiet", M, step)
             schedule.step(x, target=y, return_outputs=False, **({"it": step} if rank == 0 else {"it": step // 2, "epoch": 1}))
-            measured.append(schedule.plan.sizes is None)
+            measured.append(finds_sizes(schedule))
         found.append([parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None])
         schedule.close()
     assert all(map(torch.equal, *found))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +73,8 @@ def step(loopback: bpipe.Loopback, schedules: list[Any]) -> None:
 
 
 def looks(modules: list[nn.Module]) -> States:
-    return look_at(torch.device("cpu"), [(f"{i}.{name}", one) for i, m in enumerate(modules) for name, one in m.named_modules()], [])
+    named = [(f"{i}.{name}", one) for i, module in enumerate(modules) for name, one in module.named_modules()]
+    return look_at(torch.device("cpu"), named, [])
 
 
 def num_fakes() -> int:
@@ -124,4 +126,4 @@ def test_no_hook_of_the_users_is_called(monkeypatch: pytest.MonkeyPatch) -> None
     modules[1].up.weight.register_post_accumulate_grad_hook(lambda _: calls.append("added"))
     step(loopback, schedules)
     assert schedules[0].session.source._dry_run.failure == ""
-    assert {name: calls.count(name) for name in set(calls)} == dict.fromkeys(["forward", "backward", "before", "gradient", "added"], M)
+    assert Counter(calls) == dict.fromkeys(["forward", "backward", "before", "gradient", "added"], M)

@@ -73,7 +73,7 @@ class OrderWatch(Observer):
         """Warn of an attribute that a backward changes: mostly a log, a gradient bucket or deferred work, unread by forwards."""
         LOG.warning(
             "stage %d: a backward changes %s. If a forward reads it, the results of this step, which measures one microbatch at a "
-            "time, differ from those of the schedule's own order: give Balanced or auto Options(measure='in_order') then",
+            "time, differ from those of the schedule's own order: give auto Options(measure='in_order') then",
             action.stage,
             name,
         )
@@ -117,5 +117,5 @@ def _refusal(action: Action, what: str) -> StageError:
     return StageError(
         f"stage {action.stage}, microbatch {action.microbatch}: the {half} {what}, but this step, which measures memory, runs one "
         "microbatch at a time, so its results would differ from those of the schedule's own order. "
-        "Give Balanced or auto Options(measure='in_order')"
+        "Give auto Options(measure='in_order')"
     )
