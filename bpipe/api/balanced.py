@@ -1,4 +1,4 @@
-"""Balance any schedule in bytes: sizes come from the first real step, and a new plan is made when they change."""
+"""Balance any schedule in bytes: sizes come from a dry run before the first step, and a new plan is made when they change."""
 
 from __future__ import annotations
 
@@ -30,22 +30,18 @@ __all__ = ["Balanced"]
 class Balanced(Schedule):
     """A schedule whose ranks keep within a budget of bytes: activations over the budget are evicted to ranks with free memory.
 
-    The order of computations is the schedule's, and so are the gradients, to the bit. The first step measures, and so does each
-    first step with inputs of new shapes or with modules that have changed (docs/how-to/modules-that-change.md). It runs one
-    microbatch at a time, which needs no more memory than the later steps: ranks take turns in it, so it may take p times as
-    long. Before the second step the ranks exchange their measurements, and all make and prove the same plan. bpipe notices
-    sizes that grow although shapes are the same when it computes `schedule.stats`, and measures again; if sizes vary within a
-    step, plans leave a margin.
+    The order of computations is the schedule's, and so are the gradients, to the bit. Before the first step, and before each first
+    step with inputs of new shapes or with modules that have changed (docs/how-to/modules-that-change.md), each rank runs its stages
+    once on fake tensors, which hold no data: forwards and backwards of one microbatch of each kind, in pipeline order. That
+    computes nothing, draws no random number, calls no hook of yours and changes nothing of your modules, but the code of their
+    forwards runs. Ranks exchange the sizes, and all make and prove the same plan. The step itself then shows whether they are
+    right; if not, the logger "bpipe" says so, and the next plan is made from the step's own.
 
-    If results depend on the order, a step that measures keeps the schedule's own order, on all ranks: this is so if stages of a
-    rank share a parameter or a buffer, or if one of them has a Dropout, RReLU, RNN or MultiheadAttention that draws random numbers.
-    Some dependences show only in the step itself: it then raises a StageError in the first microbatch that shows one, and
-    `Options(measure="in_order")` is the remedy. These are a backward that draws random numbers (torch's, Python's, NumPy's, a
-    generator of the module), or that changes a parameter or a buffer, which a later forward may read; with several stages on a
-    rank, a forward that draws, or a tensor in which gradients of two stages add up. If a backward changes another attribute of a
-    module (a log, a bucket of gradients), a warning names it, because only its author knows whether a forward reads it. bpipe does
-    not see values held only by a global or a closure, nor a forward that reads gradients or a backward that reads values changed by
-    later forwards: such modules need that, too.
+    Where only a forward with data shows what is saved (control flow that asks for activations, stages under FSDP2 or DDP, compiled
+    ones, and others: docs/how-to/balance-in-bytes.md), a step measures instead, which the logger says with the reason. It keeps the
+    schedule's order and is balanced by count, as with budget=None, and the plan is made before the step after it. bpipe notices
+    sizes that grow although shapes are the same when it computes `schedule.stats`, and plans again; if sizes vary within a step,
+    plans leave a margin.
 
     A whole number among the inputs (`step(x, it=step)`) counts as part of their shapes until three of its values have taken
     the same memory and messages; one that changes messages later, or lets evicted microbatches grow, counts again. True, text
@@ -68,7 +64,7 @@ class Balanced(Schedule):
         to: the ranks that may store a rank's evicted activations; default: its pair p-1-x, then any rank with free memory.
             `Destinations(host="last")` lets ranks use their host's memory if no rank has free memory.
         costs: how long computations and transfers take, if known: transfers that can be hidden are evicted first.
-        sizes: the bytes of a microbatch on each stage and the static bytes of each rank, if known: then no step is measured.
+        sizes: the bytes of a microbatch on each stage and the static bytes of each rank, if known: then nothing is found out.
         optimizer: the optimizer whose states count as static bytes of this rank, or several in a list or a dict. A
             torch.optim.Optimizer is found without it once it has stepped. Give one whose states were loaded, so that they count
             from the first step on, or an object of another kind that has a mapping `state` with a pytree of tensors for each
@@ -88,10 +84,9 @@ class Balanced(Schedule):
 
     Raises:
         ConfigurationError: the arguments cannot work together, or the schedule has run or is balanced already.
-        BudgetError: a budget that cannot be met, when the sizes are known: here, or with measured ones on all ranks in the
-            second step, before anything is sent; with the states of optimizers in the step after theirs.
+        BudgetError: a budget that cannot be met, when the sizes are known: here, or on all ranks in the first step (in the second
+            one if that measures), before anything is sent; with the states of optimizers in the step after theirs.
         AgreementError: in the second step, replicas with different sizes.
-        StageError: in a step that measures, a computation whose results depend on the order; see above.
 
     Example:
         >>> import bpipe
@@ -102,7 +97,7 @@ class Balanced(Schedule):
         >>> plain = [bpipe.OneFOneB(stage, 8, loss_fn=nn.functional.mse_loss) for stage in stages]
         >>> schedules = [bpipe.Balanced(schedule, budget="lowest") for schedule in plain]
         >>> x = torch.randn(512, 8)
-        >>> _ = [loopback.step(schedules, x, target=x, return_outputs=False) for _ in range(2)]
+        >>> _ = loopback.step(schedules, x, target=x, return_outputs=False)
         >>> len(schedules[0].plan.evicted(1)) > 0
         True
     """

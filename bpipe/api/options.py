@@ -54,9 +54,9 @@ class Options:
             some of its multiprocessors until the other rank joins it; any number from 1 on is free of deadlock.
         parts: of `Balanced`, `auto` and `choose_plan`, the most parts, up to 64, into which a microbatch may be cut, each of which
             can move by itself. Parts are whole storages, so there are never more parts than saved storages.
-        measure: of `Balanced` and `auto`: "auto", or "in_order", which keeps the schedule's own order in steps that measure in any
-            case. They are balanced by count then, as with budget=None, and need the memory for that: with one stage per rank, at
-            most ceil((p+2)/2) microbatches. `auto` keeps the order of `start` then, whatever is measured.
+        measure: of `Balanced` and `auto`: "auto", or "in_order". `Balanced` makes no dry run then: the first step with inputs of a
+            form measures. `auto` keeps the order of `start` in the step that measures, and in its plans. Such a step is balanced by
+            count, as with budget=None, and needs the memory for that: with one stage per rank, at most ceil((p+2)/2) microbatches.
         margin: of `Balanced` and `auto`, for a stage whose microbatches took different memory in one step (stochastic depth, sizes
             that depend on data): plan for the largest one seen plus this share of its saved bytes, so that not each new largest one
             is measured again. Stages that never varied, and known `sizes`, get no margin.

@@ -92,7 +92,12 @@ def auto(
     A whole model is measured first, layer by layer, on rank 0, which chooses where to cut it, how many stages a rank has, and the
     microbatch size (`bpipe.choose_plan` says how). Each rank makes its stages: `modules` of the result has them.
 
-    The first step measures, as it does for `bpipe.Balanced`: it runs one microbatch at a time. Before the second one rank 0
+    The first step with inputs of a form measures bytes and times: it runs one microbatch at a time, which needs no more memory than
+    the later steps, and may take p times as long. If results depend on the order, it keeps the order of `start`, on all ranks: so
+    it does if stages of a rank share a parameter or a buffer, or if one of them has a Dropout, RReLU, RNN or MultiheadAttention that
+    draws random numbers. Some dependences show only in the step itself, which then raises a StageError: a backward that draws random
+    numbers, or that changes a parameter or a buffer; with several stages on a rank, a forward that draws, or a tensor in which
+    gradients of two stages add up. `Options(measure="in_order")` is the remedy (docs/limits.md). Before the second step rank 0
     chooses the fastest plan within the memory of the ranks, of all schedules that place stages like this and of orders made to
     measure; all ranks verify it. Some steps of it are timed. If another plan would be at least 2% faster by what these took, it
     takes its place, three times at most; a plan that turns out slower than one before it is given up for that one. Then nothing
@@ -100,7 +105,7 @@ def auto(
     that their steps tell nothing: the first choice stays.
 
     Gradients are 1F1B's to the bit, whatever the plan: it changes only when a microbatch is computed. If results depend on the
-    order, as `Balanced` finds out, the order of `start` stays, and only what leaves the memory is chosen.
+    order, that of `start` stays, and only what leaves the memory is chosen.
 
     Args:
         stages: this rank's `PipelineStage`, or a list of them; or a whole model that `bpipe.split_transformer` or

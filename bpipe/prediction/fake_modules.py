@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from bpipe.device import fork_random_states
 from bpipe.device.generators import PYTHON, GlobalNumPy, source_of
@@ -39,7 +40,7 @@ class FakeModules:
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
         self._modules = list({id(part): part for module in modules for part in module.modules()}.values())
         self._device, self._mode = device, fake_mode()
-        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the real ones, by the identity of these
+        self._fakes = WeakIdKeyDictionary()  # by the real tensor, as long as others have it, too
         self._inside: Look | None = None
         self._entered = ExitStack()
 
@@ -50,12 +51,12 @@ class FakeModules:
     def _fake_of(self, tensor: torch.Tensor, most_numbers: int = 0) -> torch.Tensor:
         if isinstance(tensor, FakeTensor):
             return tensor
-        if id(tensor) not in self._fakes:
+        fake: torch.Tensor | None = self._fakes.get(tensor)
+        if fake is None:
             with warnings.catch_warnings(action="ignore"):  # of a gradient that only leaves have, which torch asks for
-                fake = self._mode.from_tensor(tensor)
+                self._fakes[tensor] = fake = self._mode.from_tensor(tensor)
             know(fake, tensor, most_numbers)
-            self._fakes[id(tensor)] = tensor, fake
-        return self._fakes[id(tensor)][1]
+        return fake
 
     def __enter__(self) -> None:
         with ExitStack() as entered:
@@ -134,12 +135,8 @@ def _inside(value: Any) -> Iterable[Any]:
 def _masks_as_of_real_tensors() -> Iterator[None]:
     """Let Transformers make the masks that it makes of real tensors: of fake ones, it keeps those that mask nothing."""
     utils: Any = sys.modules.get("transformers.utils.import_utils")
-    before = getattr(utils, "is_fake_tensor", None)
-    if before is None:
+    with ExitStack() as after:
+        if (before := getattr(utils, "is_fake_tensor", None)) is not None:
+            after.callback(setattr, utils, "is_fake_tensor", before)
+            utils.is_fake_tensor = lambda tensor: False
         yield
-        return
-    utils.is_fake_tensor = lambda tensor: False
-    try:
-        yield
-    finally:
-        utils.is_fake_tensor = before

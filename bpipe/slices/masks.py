@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from bpipe.torch_private.fakes import without_modes
+
 __all__: list[str] = []
 
 
@@ -57,7 +59,8 @@ class Ahead(Mask):
     def whole(self) -> Any:
         from torch.nn.attention.bias import causal_lower_right  # loads torch's compiler, which most do not need
 
-        return causal_lower_right(self.queries, self.positions)
+        with without_modes():  # a dry run's makes no tensor of this class
+            return causal_lower_right(self.queries, self.positions)
 
 
 class Given(Mask):

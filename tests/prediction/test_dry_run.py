@@ -19,7 +19,8 @@ from bpipe.api.measured_plans import MeasuredPlans
 from bpipe.model.state.side_effects import States, changed, look_at
 from tests.models import KINDS, batch_of, directions_of, modules_of, mse
 from tests.over import Over, pipeline
-from tests.prediction.kinds import MEASURED, PREDICTED, WIDTH
+from tests.prediction.kinds import MEASURED, PREDICTED, WIDTH, T
+from tests.ranks import run_ranks
 
 M = 4
 # by schedule: the stages of a rank
@@ -127,3 +128,25 @@ def test_no_hook_of_the_users_is_called(monkeypatch: pytest.MonkeyPatch) -> None
     step(loopback, schedules)
     assert schedules[0].session.source._dry_run.failure == ""
     assert Counter(calls) == dict.fromkeys(["forward", "backward", "before", "gradient", "added"], M)
+
+
+def over_processes(rank: int, asks: bool) -> tuple[str, bool, list[T], T]:
+    """Steps of one rank, of which the second one's module may ask for its activations."""
+    torch.manual_seed(rank)
+    module = MEASURED["asking"][0]() if asks and rank == 1 else PREDICTED["plain"]()
+    schedule = bpipe.Balanced(bpipe.OneFOneB(bpipe.PipelineStage(module, rank, 3, "cpu"), M, loss_fn=mse), "lowest")
+    x = torch.randn(5 * M, WIDTH, generator=torch.Generator().manual_seed(1))
+    schedule.step(x, target=x)
+    first = schedule.session.source._dry_run.failure, schedule.plan.sizes is not None
+    schedule.step(x, target=x)
+    gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    schedule.close()
+    return *first, gradients, torch.get_rng_state()
+
+
+def test_all_ranks_measure_if_one_of_them_has_to() -> None:
+    predicted, measured = (run_ranks(over_processes, 3, asks) for asks in (False, True))
+    assert [one[:2] for one in predicted] == [("", True)] * 3
+    assert all(is_planned is False and why.startswith("rank 1: UnpredictableError: ") for why, is_planned, *_ in measured)
+    for one, other in zip(predicted, measured):
+        assert one[2] and all(map(torch.equal, one[2], other[2])) and torch.equal(one[3], other[3])
