@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bpipe.api.known_shapes import Comparison, Shapes
 from bpipe.api.loopback import LoopbackGroup
@@ -27,13 +27,15 @@ from bpipe.passes.communicate import computations_only
 from bpipe.passes.gradient_exchanges import summing
 from bpipe.plan.amounts import show_each
 from bpipe.plan.sizes import Sizes
-from bpipe.prediction.dry_run import DryRun, has_ended
 from bpipe.schedules import Op, Plan, finish
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.report import RankSizes, Report
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
+
+if TYPE_CHECKING:
+    from bpipe.prediction.dry_run import DryRun
 
 __all__: list[str] = []
 
@@ -153,18 +155,14 @@ class MeasuredPlans(PlanSource):
 
     def _predict(self, key: StepKey, gather: Gather) -> None:
         """Find the sizes by a dry run on all ranks, or why a step has to measure them."""
+        from bpipe.prediction.dry_run import last_round
+
         if self._dry_run is None or not self._dry_run.is_over:  # a loopback asks once for each of its ranks
-            packed = self._advance_all((), gather)
-            while not has_ended(packed):
-                packed = self._advance_all(packed, gather)
+            packed = last_round(lambda before: gather(lambda source: _measured(source)._advance(before)))
             gather(lambda source: _measured(source)._conclude(packed, key))
             if self._dry_run is not None and self._dry_run.failure:
                 self._say(f"this step measures, because sizes cannot be known before it: {self._dry_run.failure}")
         self._take(self._shapes.use(key, Shapes()))
-
-    def _advance_all(self, packed: Sequence[bytes], gather: Gather) -> list[bytes]:
-        """Let the dry runs of all ranks go on, with what they have told in the round before."""
-        return gather(lambda source: _measured(source)._advance(packed))
 
     def _conclude(self, packed: Sequence[bytes], key: StepKey) -> bytes:
         """End this rank's dry run."""
@@ -181,6 +179,8 @@ class MeasuredPlans(PlanSource):
 
     def _advance(self, packed: Sequence[bytes]) -> bytes:
         """Go on with this rank's dry run."""
+        from bpipe.prediction.dry_run import DryRun
+
         if self._dry_run is None:
             assert self._call is not None, "a step has begun"
             plan = self.announced(is_training=True).plan

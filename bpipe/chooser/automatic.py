@@ -93,11 +93,11 @@ def auto(
     microbatch size (`bpipe.choose_plan` says how). Each rank makes its stages: `modules` of the result has them.
 
     The first step with inputs of a form measures bytes and times: it runs one microbatch at a time, which needs no more memory than
-    the later steps, and may take p times as long. If results depend on the order, it keeps the order of `start`, on all ranks: so
-    it does if stages of a rank share a parameter or a buffer, or if one of them has a Dropout, RReLU, RNN or MultiheadAttention that
-    draws random numbers. Some dependences show only in the step itself, which then raises a StageError: a backward that draws random
-    numbers, or that changes a parameter or a buffer; with several stages on a rank, a forward that draws, or a tensor in which
-    gradients of two stages add up. `Options(measure="in_order")` is the remedy (docs/limits.md). Before the second step rank 0
+    the later steps, and may take p times as long. If results depend on the order, it keeps the order of `start`, on all ranks: if
+    stages of a rank share a parameter or a buffer, or one of them has a Dropout, RReLU, RNN or MultiheadAttention that draws random
+    numbers. Some dependences show only in the step itself, which then raises a StageError: a backward that draws random numbers, or
+    that changes a parameter or a buffer; with several stages on a rank, a forward that draws, or a tensor in which gradients of two
+    stages add up. `Options(measure="in_order")` is the remedy (docs/limits.md). Before the second step rank 0
     chooses the fastest plan within the memory of the ranks, of all schedules that place stages like this and of orders made to
     measure; all ranks verify it. Some steps of it are timed. If another plan would be at least 2% faster by what these took, it
     takes its place, three times at most; a plan that turns out slower than one before it is given up for that one. Then nothing

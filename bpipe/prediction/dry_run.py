@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
@@ -86,6 +86,14 @@ class Round(NamedTuple):
     @classmethod
     def unpack(cls, data: bytes) -> Round:
         return decode(cls, data, "round of a dry run", math.inf)
+
+
+def last_round(advance: Callable[[Sequence[bytes]], list[bytes]]) -> list[bytes]:
+    """Let all ranks advance until they have ended, with what they have told in the round before; return what they tell last."""
+    packed = advance(())
+    while not has_ended(packed):
+        packed = advance(packed)
+    return packed
 
 
 def has_ended(packed: Sequence[bytes]) -> bool:

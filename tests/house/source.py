@@ -22,7 +22,7 @@ SATELLITES = ("estimate", "tools", "training", "partition", "relaxed", "search",
 BESIDE = {  # rooms that a reader of the core need not know; some are still to come
     *SATELLITES,
     *("batching", "dry_run", "features", "fill", "flows", "as_torch", "overlap", "recomputation", "schedules"),
-    *("skips", "slices", "stores", "trainers", "transformers", "twins", "vocabulary"),
+    *("prediction", "skips", "slices", "stores", "trainers", "transformers", "twins", "vocabulary"),
 }
 PLANNING = ("schedules", "simulator", "plan", "passes", "verifier")  # where there are plans, and no microbatches yet
 KEYS = r"(Key|MicrobatchKey|PartKey|OpKey|Identity|Place|Started|tuple\[(Op, )?int, int(, int)?\])"

@@ -111,30 +111,30 @@ T = TypeVar("T", bound=HasTensor)
 
 
 class Group(Generic[T]):
-    """The saved tensors of one storage, and the number of its other owners."""
+    """The saved tensors of one storage, and the number of its other owners.
+
+    Attributes:
+        device: of the tensors; the storage of a fake one is on none.
+        is_resizable: whether its memory can be freed and made again, as that of a fake one could.
+    """
+
+    device: torch.device
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.saved: list[T] = []
         self.num_others = 0
+        self.is_resizable = False
 
     @property
     def python_references(self) -> int:
         """References to the Python object of the storage; torch makes only one such object: ours, and any of the user's."""
         return sys.getrefcount(self.storage)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors: the storage of a fake one is on none."""
-        return self.saved[0].tensor.device
-
-    @property
-    def is_resizable(self) -> bool:
-        """Whether its memory can be freed and made again, as that of a fake one could."""
-        return self.storage.device.type == "meta" or self.storage.resizable()
-
     def count_others(self) -> None:
-        """Count the owners besides the saved tensors."""
+        """Count the owners besides the saved tensors, and look where these are."""
+        self.device = self.saved[0].tensor.device
+        self.is_resizable = self.storage.resizable() or self.storage.device.type == "meta"
         self.num_others = owners(self.storage) - len(self.saved) + self.python_references - _ONLY_OURS
 
 
