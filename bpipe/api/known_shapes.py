@@ -21,7 +21,7 @@ class Shapes:
     revisions: tuple[int, ...] = ()  # how often each rank had asked to measure again when these were measured
     measured: RankSizes | None = None  # the sizes by the latest step that measured, or by a dry run
     is_predicted: bool = False  # whether no step has shown yet that a dry run's are right
-    must_measure: bool = False  # because a dry run could not go on, or its sizes were wrong
+    must_measure: bool = False  # because a dry run could not go on, or a rank has found wrong what one had said
     plan: Plan | None = None  # the plan made from them
     states: tuple[tuple[int, int], ...] = ()  # of each rank when the plan was made: optimizer states' bytes, wrong predictions
     seen: dict[tuple[int, int], StageSizes] = field(default_factory=dict)  # the largest slice of each stage that exceeded its plan
@@ -41,13 +41,14 @@ class Shapes:
         if self.states == states:
             return False
         was_known = self.plan is not None
+        self.must_measure |= any(new[1] > old[1] for new, old in zip(states, self.states))
         self.states, self.plan = states, None
         return was_known
 
     def prove(self, found: RankSizes) -> bool:
         """Take the sizes that a step has shown in place of a dry run's; return whether they are the same."""
         is_equal = found == self.measured
-        self.measured, self.is_predicted, self.must_measure = found, False, self.must_measure or not is_equal
+        self.measured, self.is_predicted = found, False
         return is_equal
 
     def stages(self, margin: float) -> dict[int, tuple[StageSizes, ...]]:

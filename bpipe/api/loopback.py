@@ -139,6 +139,8 @@ class Loopback(NotCopied):
             def gather(ask: Callable[[PlanSource], bytes]) -> list[bytes]:
                 return [ask(session.source) for session in sessions]
 
+            for session, step in zip(sessions, steps):
+                session.hear(step, records)
             runs = [session.agree(step, records, gather) for session, step in zip(sessions, steps)]
             with ExitStack() as breaking:
                 for session, run in zip(sessions, runs):

@@ -41,7 +41,7 @@ __all__: list[str] = []
 
 RESERVE_BYTES = 2**30
 REMOTE_CHANNELS = 4  # channels that a plan opens on a rank: to and from its acceptor, and to and from its evictor
-LATEST, OFTEN = 20, 16  # steps: a warning is due if OFTEN of the LATEST ones have measured
+LATEST, OFTEN = 20, 16  # steps: a warning is due if OFTEN of the LATEST ones needed new sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class MeasuredPlans(PlanSource):
         self._call: PreparedCall | None = None  # what the step that begins is given
         self._dry_run: DryRun | None = None  # of that step
         self._shared = NOTHING
-        self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
+        self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps needed new sizes
         self._has_warned = False
 
     def share(self, shared: Shared) -> bool:
@@ -125,6 +125,7 @@ class MeasuredPlans(PlanSource):
 
     def plan_of(self, inputs: PreparedCall, records: Sequence[StepRecord], gather: Gather, *, is_training: bool) -> Plan:
         if not is_training:
+            self._call = None
             return super().plan_of(inputs, records, gather, is_training=is_training)
         given = MeasuredRecord.of(records)
         key = (True, tuple(one.form for one in given))
@@ -140,10 +141,10 @@ class MeasuredPlans(PlanSource):
         if shapes.replan(tuple((one.states, one.num_wrong) for one in given)):
             self._say("this step's plan counts what the steps before have shown, such as the states of optimizers")
         self._agree_with_replicas(shapes)
+        self._warn_if_often(shapes.measured is None)
         if shapes.measured is None and self.predicts and self._policy.measure == "auto" and not shapes.must_measure:
             self._predict(key, gather)
         self._call = None
-        self._warn_if_often(shapes.measured is None)
         if shapes.measured is None:
             self.plan = self._plan_to_measure(gather)
         else:
@@ -194,14 +195,14 @@ class MeasuredPlans(PlanSource):
             self._in_order = self._context.once((self._policy, self._base, "in order"), make)
         return self._in_order
 
-    def _warn_if_often(self, measures: bool) -> None:
-        """Warn once if nearly all of the latest steps have measured."""
-        self._recent.append(measures)
+    def _warn_if_often(self, is_new: bool) -> None:
+        """Warn once if nearly all of the latest steps needed sizes that were not known."""
+        self._recent.append(is_new)
         if self._recent.count(True) == OFTEN and self._context.plan_rank == 0 and not self._has_warned:
             self._has_warned = True
             self._context.log().warning(
-                "%s: %d of the latest %d steps had inputs of new shapes, or modules that had changed, and measured them: pad "
-                "inputs to a few shapes, or give Balanced sizes=",
+                "%s: %d of the latest %d steps had inputs of new shapes, or modules that had changed, and each of them needs new "
+                "sizes and a new plan: pad inputs to a few shapes, or give Balanced sizes=",
                 self.rule,
                 OFTEN,
                 len(self._recent),
@@ -214,13 +215,28 @@ class MeasuredPlans(PlanSource):
         if run.plan.sizes is None:
             shapes.measured = sizes_of(run)
         elif shapes.is_predicted:
-            if not shapes.prove(sizes_of(run)):
-                self._num_wrong += 1
-                self._context.log().info("%s: this rank's microbatches took other memory than a dry run had said", self.rule)
+            self._compare_with_dry_run(shapes, sizes_of(run), run.plan)
         else:
             for stage in shapes.outgrown(run.plan, run.evictions.measured()):
                 self.measure_again(f"a microbatch of stage {stage} saves more than planned")
-        shapes.varying |= run.evictions.varying()
+        varying = run.evictions.varying() - shapes.varying
+        if varying and run.plan.sizes is not None:
+            self._num_wrong += 1  # the next plan leaves a margin
+        shapes.varying |= varying
+
+    def _compare_with_dry_run(self, shapes: Shapes, found: RankSizes, plan: Plan) -> None:
+        """Take what the first step has shown; say so if it is something else than a dry run had said."""
+        if shapes.prove(found):
+            return
+        self._num_wrong += 1
+        assert plan.sizes is not None, "its sizes were predicted"
+        units = [(stage, unit, sizes.saved) for stage, some in found.stages.items() for unit, sizes in enumerate(some)]
+        over = [stage for stage, unit, saved in units if saved > plan.sizes.at(stage, unit).saved]
+        log = self._context.log()
+        if over:
+            log.warning("%s: microbatches of stage %d saved more than a dry run had said, and this step's plan", self.rule, over[0])
+        else:
+            log.info("%s: this rank's microbatches took other memory than a dry run had said", self.rule)
 
     def counted(self, run: Run, stats: Mapping[str, float]) -> None:
         """Measure again if static bytes grow with the same modules, such as gradients of parameters that are frozen again."""

@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,24 +32,24 @@ from bpipe.engine.run import Run
 from bpipe.engine.setup import StepInputs, modules_of
 from bpipe.errors import format_error
 from bpipe.memory.makeup import Makeups
-from bpipe.memory.saved.nodes import nodes_behind
 from bpipe.memory.static import bytes_under
 from bpipe.model.microbatch import tensors_in
+from bpipe.model.pytree import tensors_of
 from bpipe.model.stage import ModuleSnapshot, PipelineStage
 from bpipe.parallel.ddp import replicas_in
 from bpipe.parallel.fsdp import units_in
 from bpipe.parallel.shared_weights import Shared
 from bpipe.plan.action import COMPUTE, SHARDING, START_OF, WAIT_OF, channel_of
-from bpipe.prediction.fake_modules import FakeModules
-from bpipe.prediction.known_values import UnpredictableError, forget
+from bpipe.prediction.fake_modules import FakeModules, is_a_librarys
+from bpipe.prediction.known_values import MOST_KNOWN, forget
 from bpipe.schedules import Action, Channel, Op, Plan, Purpose
 from bpipe.session.context import RankContext
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.report import RankSizes
-from bpipe.session.session import under_way
 from bpipe.torch_private.engine_and_graph import hooks_around
-from bpipe.torch_private.fakes import FakeTensor
-from bpipe.torch_private.modules import COMPILED, is_compiled
+from bpipe.torch_private.fakes import is_plain
+from bpipe.torch_private.modes import dispatch_modes
+from bpipe.torch_private.modules import FORWARD, hooks_of, is_compiled, parametrize_is_cached
 
 __all__: list[str] = []
 
@@ -69,7 +69,7 @@ class Round(NamedTuple):
     """What a rank tells the others in one round.
 
     Args:
-        alike: in the first round, for each microbatch the first one whose inputs on this rank look like its own.
+        alike: in the first round, for each unit the first one whose inputs on this rank look like its own.
         headers: of the messages that it would have sent since the round before.
         is_over: whether it has run all of its actions.
         failure: why it cannot go on; empty if it can.
@@ -111,12 +111,20 @@ def why_not(context: RankContext) -> str:
         "saved-tensor hooks are active around the step": hooks_around() is not None,
         "stages are under FSDP2 or DDP": bool(units_in(modules) or replicas_in(modules)),
         "parameters are DTensors": any(is_dtensor(one) for module in modules for one in module.parameters(recurse=False)),
-        "modules are compiled": any(is_compiled(one) or hasattr(one, COMPILED) for one in modules),
+        "modules are compiled": any(map(is_compiled, modules)),
         "modules are of torch.jit": any(isinstance(one, torch.jit.ScriptModule) for one in modules),
+        "modules have hooks of their forward": any(map(_has_own_hooks, modules)),
+        "modes see the step's operations": bool(dispatch_modes()),
+        "parametrizations are cached": parametrize_is_cached(),
         "a stage has a forward context": any(one.forward_contexts for one in context.stages.values()),
         "a stage has a dw_builder": any(one.dw_builder is not None for one in context.stages.values()),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")
+
+
+def _has_own_hooks(module: torch.nn.Module) -> bool:
+    """Return whether hooks that no library has put there run before or after a module's forward: they may change sizes."""
+    return not all(is_a_librarys(hook) for hooks in hooks_of(module)[:FORWARD] for hook in hooks.values())
 
 
 class Mail:
@@ -176,7 +184,7 @@ class DryRun:
         self._memory = Memory(grows=True, most_parts=dict.fromkeys(context.stages, most_parts))
         self._mail, self._lane, self._count = Mail(), deque[Action](), Counter[int]()
         self._run: Run | None = None
-        self._under_way = ExitStack()
+        self._aside: AbstractContextManager[object] = nullcontext()  # gradients of earlier steps
         self._own_failure = why_not(context)
 
     def advance(self, packed: Sequence[bytes]) -> bytes:
@@ -188,7 +196,7 @@ class DryRun:
         if packed:
             self.hear(packed)
         if not self._count:
-            return Round(_alike(self._given.descriptions), failure=self._own_failure).pack()
+            return Round(self._alike(), failure=self._own_failure).pack()
         if not (self._own_failure or self.is_over):
             try:
                 with self._modules:
@@ -219,27 +227,34 @@ class DryRun:
             microbatch, place = self._plan.slice_of(action.microbatch)
             computed[microbatch].add((action.op, action.stage, place))
         for microbatch, some in enumerate(computed):
-            kind = frozenset(some), *(one[microbatch] for one in alike)
+            kind = frozenset(some), *(one[unit] for one in alike for unit in units.of(microbatch))
             self._count[first.setdefault(kind, microbatch)] += 1
         chosen = {unit for microbatch in self._count for unit in units.of(microbatch)}
         lanes = tuple(tuple(one for one in lane if one.op in SHARDING or one.microbatch in chosen) for lane in self._plan.actions)
         self._plan = replace(self._plan, actions=lanes, served=((),) * len(lanes))
         self._lane.extend(one for one in lanes[self._context.plan_rank] if one.op is not Op.WAIT_REDUCE_GRAD)
 
+    def _alike(self) -> tuple[int, ...]:
+        """Return for each unit the first one whose inputs look alike, and have masks and indices that are zero nowhere, or are."""
+        given, first = self._given, dict[object, int]()
+        targets = given.targets or [None] * len(given.args)
+        whole = [tensors_of([*of_unit]) for of_unit in zip(given.args, given.kwargs, targets)]
+        decided = [tuple(_is_full(one) for one in tensors) for tensors in whole]
+        return tuple(first.setdefault(kind, unit) for unit, kind in enumerate(zip(given.descriptions, decided)))
+
     @cached_property
     def _modules(self) -> FakeModules:
         context = self._context
-        return FakeModules([*context.modules(), *modules_of(context.loss_fn)], context.transport.device)
+        return FakeModules([*context.modules(), *modules_of(context.loss_fn)], context.loss_fn, context.transport.device)
 
     def _go_on(self) -> None:
         if self._run is None:
             self._run = self._prepared()
-            self._under_way.enter_context(under_way(self._run))
-        while self._lane and self._can_run(self._lane[0]):
-            action = self._lane.popleft()
-            if action.op in (Op.B, Op.I):
-                _check_leaves(self._run, action)
-            self._run.execute(action)
+            self._aside = self._run.exchanges.in_charge(None)
+            self._aside.__enter__()  # for all rounds
+        with self._run.hooks.watched(), self._run.setup.loss_scale.in_force():
+            while self._lane and self._can_run(self._lane[0]):
+                self._run.execute(self._lane.popleft())
 
     def _can_run(self, action: Action) -> bool:
         """Return whether the headers have come that an action reads."""
@@ -280,13 +295,18 @@ class DryRun:
         )
 
     def _fakes(self) -> StepInputs:
-        """Return what the step is given, as fake tensors."""
+        """Return what the step is given, with fake tensors for the chosen microbatches."""
         given, fake = self._given, self._modules.fake
+        units = {unit for microbatch in self._count for unit in self._plan.units.of(microbatch)}
+
+        def chosen(values: Sequence[Any]) -> list[Any]:
+            return [fake(value) if unit in units else value for unit, value in enumerate(values)]
+
         return replace(
             given,
-            args=fake(given.args),
-            kwargs=fake(given.kwargs),
-            targets=fake(given.targets),
+            args=chosen(given.args),
+            kwargs=chosen(given.kwargs),
+            targets=None if given.targets is None else chosen(given.targets),
             loss_kwargs=fake(given.loss_kwargs),
             loss_parameters=[(name, fake(one)) for name, one in given.loss_parameters],
         )
@@ -294,8 +314,7 @@ class DryRun:
     def _end(self) -> None:
         """Keep the sizes that were found, and forget all else."""
         self.is_over = True
-        with self._under_way:
-            run, self._run = self._run, None
+        run, self._run = self._run, None
         if run is not None and not self.failure:
             self.sizes = RankSizes(
                 stages=run.evictions.settled(),
@@ -303,9 +322,12 @@ class DryRun:
                 held_bytes=run.evictions.ledger.held_bytes,
                 returned_bytes=sum(num * self._returned_bytes(run, microbatch) for microbatch, num in self._count.items()),
             )
-        self._memory = Memory()
-        vars(self).pop("_modules", None)
-        del self._given
+        del run, self._given
+        self._memory, self._aside = Memory(), nullcontext()
+        if (modules := vars(self).pop("_modules", None)) is not None:
+            check = modules.forget()
+            del modules
+            check()
 
     def _returned_bytes(self, run: Run, microbatch: int) -> int:
         """Return the bytes of what the step returns for a microbatch."""
@@ -313,19 +335,11 @@ class DryRun:
         return bytes_under(tensors_in([of.get(unit) for of in (results.losses, results.outputs) for unit in units]))
 
 
-def _check_leaves(run: Run, action: Action) -> None:
-    """Raise if a backward would add to the gradient of a real tensor, which no module shows."""
-    graph = run.microbatches[action[1:3]].graph
-    assert graph is not None, "a backward follows its forward"
-    for leaf in (getattr(node, "variable", None) for node in nodes_behind(graph.edges)):
-        if leaf is not None and not isinstance(leaf, FakeTensor) and leaf.numel():
-            raise UnpredictableError(f"a tensor of shape {list(leaf.shape)} that needs a gradient is in no module of the stage")
-
-
-def _alike(descriptions: Sequence[str]) -> tuple[int, ...]:
-    """Return for each microbatch the first one with its description."""
-    first: dict[str, int] = {}
-    return tuple(first.setdefault(one, number) for number, one in enumerate(descriptions))
+def _is_full(tensor: torch.Tensor) -> bool | None:
+    """Return whether no element is zero, of a tensor whose values may decide what runs; None for others."""
+    if tensor.is_floating_point() or tensor.is_complex() or not is_plain(tensor) or tensor.numel() > MOST_KNOWN:
+        return None
+    return bool(tensor.all())
 
 
 def _as_if_unused(stage: PipelineStage) -> PipelineStage:

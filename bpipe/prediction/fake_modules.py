@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import _lru_cache_wrapper, partial
+from types import CellType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from bpipe.device import fork_random_states
-from bpipe.device.generators import PYTHON, GlobalNumPy, source_of
+from bpipe.device.generators import PYTHON, Drawn, GlobalNumPy
+from bpipe.errors import StageError
 from bpipe.model.pytree import mapped
+from bpipe.model.state.contents import Container, Contents
+from bpipe.model.state.reachable import Reachable
 from bpipe.prediction.known_values import KnownValues, know
 from bpipe.torch_private.fakes import FakeTensor, fake_mode
 from bpipe.torch_private.modules import hooks_of
@@ -24,24 +28,41 @@ from bpipe.torch_private.modules import hooks_of
 __all__: list[str] = []
 
 LIBRARIES = frozenset({"torch", "transformers", "peft"})  # whose hooks make a weight, or let an input need a gradient
-CONTAINERS = (list, dict, set, deque)
 SMALL = 64  # elements of a tensor of floating-point numbers that counts as known, if it is neither a parameter nor a buffer
 
-Look = list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]]  # attributes, what they were, what containers held
+
+class State:
+    """What modules, a loss and all that they lead to hold: dicts of attributes, other containers, and variables of functions."""
+
+    def __init__(self, contents: Contents, containers: Sequence[Container], cells: Sequence[tuple[CellType, Any]]) -> None:
+        self._contents, self._containers, self._cells = contents, containers, cells
+
+    def now(self) -> State:
+        """Return what the same objects hold now."""
+        containers = [one.now() for one in self._containers]
+        return State(self._contents.now(), containers, [(cell, cell.cell_contents) for cell, _ in self._cells])
+
+    def restore(self) -> None:
+        self._contents.fill()
+        for container in self._containers:
+            container.fill()
+        for cell, value in self._cells:
+            cell.cell_contents = value
 
 
 class FakeModules:
-    """Some modules on fake tensors, while this context is entered, which may be several times, and as they were outside of it.
+    """Modules and a loss on fake tensors, while this context is entered, which may be several times, and as they were outside.
 
-    Operations inside make fake tensors. No random number is drawn, no hook of the user's is called, and nothing is written to a
-    parameter, a gradient or a buffer. What a forward notes in attributes of its modules is there inside, and gone outside.
+    Operations inside make fake tensors. No random number is drawn, and nothing is written to a parameter, a gradient or a buffer.
+    What a forward notes in what the modules and the loss lead to is there inside, and gone outside.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+    def __init__(self, modules: Sequence[nn.Module], loss_fn: Any, device: torch.device) -> None:
         self._modules = list({id(part): part for module in modules for part in module.modules()}.values())
-        self._device, self._mode = device, fake_mode()
+        self._found, self._device, self._mode = Reachable([*modules, loss_fn]), device, fake_mode()
         self._fakes = WeakIdKeyDictionary()  # by the real tensor, as long as others have it, too
-        self._inside: Look | None = None
+        self._known = KnownValues(partial(self._fake_of, most_numbers=SMALL))
+        self._inside: State | None = None
         self._entered = ExitStack()
 
     def fake(self, value: Any) -> Any:
@@ -59,24 +80,28 @@ class FakeModules:
         return fake
 
     def __enter__(self) -> None:
+        dicts, containers, cells = self._found.everything()
+        outside = State(Contents([*dicts, *(one for module in self._modules for one in hooks_of(module))]), containers, cells)
         with ExitStack() as entered:
-            entered.enter_context(_random_numbers(self._device, self._modules))
-            entered.callback(_restore, _look(self._modules))
+            entered.enter_context(Drawn(self._device, [PYTHON, GlobalNumPy(), *self._found.sources]).again())
+            entered.callback(outside.restore)
             if self._inside is None:
                 self._prepare()
             else:
-                _restore(self._inside)
-            entered.callback(self._look_inside)
+                self._inside.restore()
+            entered.callback(self._look_inside, outside)
+            entered.callback(torch.clear_autocast_cache)
             entered.enter_context(_masks_as_of_real_tensors())
             entered.enter_context(self._mode)
-            entered.enter_context(KnownValues(partial(self._fake_of, most_numbers=SMALL)))
+            entered.enter_context(self._known)
             self._entered = entered.pop_all()
 
     def __exit__(self, *error: object) -> None:
         self._entered.close()
+        self._known.check()
 
-    def _look_inside(self) -> None:
-        self._inside = _look(self._modules)
+    def _look_inside(self, outside: State) -> None:
+        self._inside = outside.now()
 
     def _prepare(self) -> None:
         """Put fake tensors into the modules, and take the user's hooks out."""
@@ -85,50 +110,41 @@ class FakeModules:
             for tensors in held:
                 tensors.update({name: self._fake_of(one) for name, one in tensors.items() if one is not None})
             for hooks in hooks_of(module):
-                for key in [key for key, hook in hooks.items() if not _is_a_librarys(hook)]:
+                for key in [key for key, hook in hooks.items() if not is_a_librarys(hook)]:
                     del hooks[key]
 
+    def forget(self) -> Callable[[], None]:
+        """Forget all fake tensors; return what raises a StageError if somebody else has kept some."""
+        made, self._inside, self._fakes = self._known.made, None, WeakIdKeyDictionary()
+        return partial(check_gone, made)
 
-def _is_a_librarys(hook: Callable[..., Any]) -> bool:
+
+def check_gone(made: Iterable[ref[torch.Tensor]]) -> None:
+    """Raise a StageError if fake tensors are still there, but for those in caches of functions, which are cleared."""
+    for release in (gc.collect, _clear_caches, gc.collect):
+        if not (left := [one for one in map(ref.__call__, made) if one is not None]):
+            return
+        shape = list(left[0].shape)
+        del left
+        release()
+    if any(one() is not None for one in made):
+        raise StageError(
+            f"a stage or its loss has kept a tensor of shape {shape} of the dry run before this step, where bpipe cannot find it: in "
+            "a global, an attribute of a class, or an object of another library. Make the model anew, and give Balanced "
+            "options=bpipe.Options(measure='in_order'), so that the step measures instead"
+        )
+
+
+def _clear_caches() -> None:
+    for one in gc.get_objects():
+        if type(one) is _lru_cache_wrapper and not str(one.__module__).startswith(("torch.", "sympy.")):
+            one.cache_clear()
+
+
+def is_a_librarys(hook: Callable[..., Any]) -> bool:
+    """Return whether a hook is of a library that changes modules by hooks."""
     kind = hook if hasattr(hook, "__qualname__") else type(hook)
     return str(kind.__module__).partition(".")[0] in LIBRARIES
-
-
-def _look(modules: Iterable[nn.Module]) -> Look:
-    """Look at the attributes of modules, and at what is in those that are containers."""
-    found: Look = []
-    for module in modules:
-        own = vars(module)
-        found.append((own, dict(own), [(one, one.copy()) for one in own.values() if isinstance(one, CONTAINERS)]))
-    return found
-
-
-def _restore(look: Look) -> None:
-    for own, before, containers in look:
-        own.clear()
-        own.update(before)
-        for one, held in containers:
-            if isinstance(one, (list, deque)):
-                one.clear()
-                one.extend(held)
-            elif one is not own:
-                one.clear()
-                one.update(held)
-
-
-@contextmanager
-def _random_numbers(device: torch.device, modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Restore the states of random numbers: torch's, Python's and NumPy's own, and those in attributes of modules."""
-    held = (part for module in modules for value in vars(module).values() for part in _inside(value))
-    with fork_random_states({device}), ExitStack() as after:
-        sources: list[Any] = [PYTHON, GlobalNumPy(), *filter(None, map(source_of, held))]
-        for source in sources:
-            after.callback(source.set, source.get())
-        yield
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    return (value,) if not isinstance(value, CONTAINERS) else value.values() if isinstance(value, dict) else value
 
 
 @contextmanager

@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 
 from bpipe.errors import BPipeError
-from bpipe.torch_private.fakes import GROUPED_PRODUCT, is_mutable, without_modes
+from bpipe.torch_private.fakes import GROUPED_PRODUCT, FakeTensor, is_mutable, without_modes
 from bpipe.torch_private.modes import DispatchMode
 
 __all__: list[str] = []
@@ -26,11 +27,12 @@ UNFILLED = frozenset({aten.empty.memory_format, aten.empty_like.default, aten.ne
 OVER_STORAGES = frozenset(getattr(aten.set_, overload) for overload in aten.set_.overloads())
 # The fake kernels give statistics the type of the input, the real ones that of the weight, which stands at this place.
 NORMS = {aten.native_layer_norm.default: 2, aten.native_group_norm.default: 1, aten.native_batch_norm.default: 1}
-# The kernels of losses that write one for each element first, and the mean into the same storage; where they take the reduction.
+# The kernels of losses that write one for each element first, and the mean or the sum into the same storage; at which place they
+# take the reduction.
 MEANS = {loss.default: 2 for loss in (aten.mse_loss, aten.smooth_l1_loss, aten.soft_margin_loss)}
 MEANS |= {aten.binary_cross_entropy.default: 3}
-NONE, MEAN = 0, 1  # of reductions
-MEASURED = frozenset({aten.mkldnn_rnn_layer.default})  # its fake kernel does not know the workspace, which is saved
+NO_REDUCTION = 0
+MEASURED = frozenset({aten.mkldnn_rnn_layer.default, aten._embedding_bag.default})  # fake kernels do not know all that is saved
 NOT_THE_USERS = ("/torch/", "/bpipe/prediction/", "<")
 
 
@@ -50,21 +52,31 @@ class KnownValues(DispatchMode):
 
     def __init__(self, fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._fake = fake
+        self._fake, self._refused = fake, ""
+        self.made: list[ref[torch.Tensor]] = []
+
+    def check(self) -> None:
+        """Raise an UnpredictableError again that the code of a stage has caught."""
+        if self._refused:
+            raise UnpredictableError(self._refused)
+
+    def _refuse(self, why: str) -> UnpredictableError:
+        self._refused = f"{why}, at {_line()}"
+        return UnpredictableError(self._refused)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = _mapped(self._fake, args), _mapped(self._fake, kwargs or {})
+        args, kwargs = _mapped(self._stand_in, args), _mapped(self._stand_in, kwargs or {})
         if "c10d" in func.namespace:
-            raise UnpredictableError(f"{func} communicates with other processes, at {_line()}")
+            raise self._refuse(f"{func} communicates with other processes")
         if func in MEASURED:
             return _measured(func, args, kwargs)
         if func is aten.index.Tensor:
-            args = args[0], [part for one in args[1] for part in _as_indices(one)]
+            args = args[0], [part for one in args[1] for part in self._as_indices(one)]
         is_known = torch.Tag.nondeterministic_seeded not in func.tags and func not in OVER_STORAGES
         is_known = is_known and all(values_of(one) is not None for one in _tensors(args, kwargs))
         if func is not aten.index.Tensor and not BY_VALUE.isdisjoint(func.tags):
             if not is_known:
-                raise UnpredictableError(f"{func} of activations or random numbers, at {_line()}")
+                raise self._refuse(f"{func} of activations or random numbers")
             return _mapped(_fake_with, _values(func, args, kwargs))
         made = _made(func, args, kwargs)
         found = [*_tensors(made)]
@@ -76,7 +88,22 @@ class KnownValues(DispatchMode):
                 forget(one)
         if found and not is_known:
             _assume(func, args, found[-1])
+        self.made += map(ref, found)
         return made
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the fake tensor for a real one."""
+        if not isinstance(tensor, FakeTensor) and tensor.requires_grad and tensor.is_leaf and tensor.numel():
+            raise self._refuse(f"a tensor of shape {list(tensor.shape)} that needs a gradient is in no module of the stage")
+        return self._fake(tensor)
+
+    def _as_indices(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """Return the positions that a mask selects, in place of the mask."""
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return [index]
+        if values_of(index) is None:
+            raise self._refuse("indexing by a mask that activations decide")
+        return [_fake_with(one) for one in _values(aten.nonzero_numpy.default, (index,), {})]
 
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -106,8 +133,9 @@ def _made(func: Any, args: Any, kwargs: Any) -> Any:
     if func in NORMS and (weight := args[NORMS[func]]) is not None:
         return made[0], *(one.to(weight.dtype) for one in made[1:])
     place = MEANS.get(func)
-    if place is not None and (args[place] if len(args) > place else MEAN) == MEAN:
-        each = func(*args[:place], NONE, *args[place + 1 :], **kwargs).untyped_storage()
+    if place is not None and (len(args) <= place or args[place] != NO_REDUCTION):
+        others = [*args[:place], *[None] * (place - len(args))]
+        each = func(*others, NO_REDUCTION, *args[place + 1 :], **kwargs).untyped_storage()
         return torch.empty(0, dtype=made.dtype, device=made.device).set_(each, 0, (), ())
     return made
 
@@ -131,15 +159,6 @@ def _assume(func: Any, args: Sequence[Any], made: Any) -> None:
             made.known = torch.zeros(made.shape, dtype=torch.bool)
         elif func is aten.rand.default and made.numel() == 1:
             made.known = torch.ones(made.shape)
-
-
-def _as_indices(index: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Return the positions that a mask selects, in place of the mask."""
-    if index is None or index.dtype not in (torch.bool, torch.uint8):
-        return [index]
-    if values_of(index) is None:
-        raise UnpredictableError(f"indexing by a mask that activations decide, at {_line()}")
-    return [_fake_with(one) for one in _values(aten.nonzero_numpy.default, (index,), {})]
 
 
 def _values(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:

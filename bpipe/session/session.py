@@ -31,7 +31,7 @@ from bpipe.model.merging import merge_or_list
 from bpipe.model.ties import hidden_refused
 from bpipe.parallel.fsdp import REDUCING, units_in
 from bpipe.parallel.settings import changed
-from bpipe.parallel.shared_weights import NOTHING, SharedWeights
+from bpipe.parallel.shared_weights import NOTHING, Shared, SharedWeights
 from bpipe.plan.plan import Plan
 from bpipe.session.context import RankContext
 from bpipe.session.filler import Filler, both
@@ -187,14 +187,9 @@ class Session:
     def agree(self, step: PreparedStep, packed: Sequence[bytes], gather: Gather) -> Run:
         """Check that all ranks are about to run the same step, and prepare this rank's first action."""
         context, source = self.context, self.source
-        records = self._checked(packed, step.num_calls)
-        shared = NOTHING
-        if step.is_training:
-            shared = self._shared.agreed(records)
-            source.share(shared)
+        records, shared = self.hear(step, packed)
         plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
         context.transport.control.activity.state = State.PREPARING
-        context.cutter.agreed(records)
         self._connect(plan, records)
         key = (step.is_training, tuple(record.signature for record in records)), plan.flow.routes
         is_learning, observer = key not in self._learned, source.observer_of(step.inputs, plan, self.observer)
@@ -214,6 +209,15 @@ class Session:
             observer=observer if self.filler is None else both(observer, self.filler),
             shared=shared,
         )
+
+    def hear(self, step: PreparedStep, packed: Sequence[bytes]) -> tuple[Sequence[StepRecord], Shared]:
+        """Take what all ranks say of a step, which fits together; return it, and the weights that other ranks have, too."""
+        records, shared = self._checked(packed, step.num_calls), NOTHING
+        if step.is_training:
+            shared = self._shared.agreed(records)
+            self.source.share(shared)
+        self.context.cutter.agreed(records)
+        return records, shared
 
     def _checked(self, packed: Sequence[bytes], num_calls: int) -> Sequence[StepRecord]:
         """Return the records of all ranks, which agree; if they are those of the latest step, nothing is read or checked again."""

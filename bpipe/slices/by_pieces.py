@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bpipe.memory.saved.joined import join
 from bpipe.slices.masks import Ahead, Mask
+from bpipe.torch_private.fakes import is_plain
 from bpipe.torch_private.operators import flash_attention, flash_attention_backward
 
 __all__: list[str] = []
@@ -46,7 +47,7 @@ def attend_by_pieces(q: torch.Tensor, mask: Mask, scale: float | None, dtype: to
 
 def has_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> bool:
     """Return whether torch has a kernel that gives the logarithms, too."""
-    if type(q) is not torch.Tensor or q.shape[3] != v.shape[3]:
+    if not is_plain(q) or q.shape[3] != v.shape[3]:
         return False
     if q.device.type == "cpu":
         return k.dtype.is_floating_point

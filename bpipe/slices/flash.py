@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from bpipe.memory.saved.joined import join
+from bpipe.torch_private.fakes import is_plain
 
 __all__: list[str] = []
 
@@ -19,7 +20,7 @@ DEVICE = "cuda"
 
 def takes_flash(q: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether flash-attn is there and takes such queries [batch, heads, n, width]."""
-    fits = type(q) is torch.Tensor and q.device.type == DEVICE and dtype in (torch.float16, torch.bfloat16)
+    fits = is_plain(q) and q.device.type == DEVICE and dtype in (torch.float16, torch.bfloat16)
     return fits and q.shape[3] <= WIDEST and _flash_attn() is not None
 
 

@@ -23,6 +23,11 @@ else:
     FakeTensor = ask(_fakes, "FakeTensor", type("FakeTensor", (), {}))
 
 
+def is_plain(tensor: object) -> bool:
+    """Return whether a tensor is of no subclass, or a fake one that stands for such a tensor."""
+    return type(tensor) is torch.Tensor or type(tensor) is FakeTensor
+
+
 def fake_mode() -> Any:
     """Return a mode whose operations make fake tensors, and take real ones for fakes. It keeps no storage that they are given."""
     mode = ask(_fakes, "FakeTensorMode")(allow_non_fake_inputs=True)

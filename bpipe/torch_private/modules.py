@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
@@ -35,6 +36,12 @@ compiled_call: Callable[[nn.Module], object] = (
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module is compiled, by `torch.compile(module)` or `module.compile()`."""
     return compiled_call(module) is not None or ask(module, COMPILED, None) is not None
+
+
+def parametrize_is_cached() -> bool:
+    """Return whether the weights of parametrized modules are computed once and kept (`torch.nn.utils.parametrize.cached`)."""
+    loaded = sys.modules.get("torch.nn.utils.parametrize")
+    return loaded is not None and bool(ask(loaded, "_cache_enabled", 0))
 
 
 def script_of(module: nn.Module) -> Any:

@@ -73,6 +73,8 @@ NAMES: dict[str, PrivateName] = {  # the fields of those that have the same ones
          "A change of hooks between steps is not noticed, and modules are neither traced, recomputed nor proven"),
         ("_compiled_call_impl", "torch.nn.Module", "see that it is compiled", "`module.compile()` between steps is not noticed"),
         ("_orig_mod", "torch.compile's modules", "find the module inside", "Compiled modules count as unknown ones"),
+        ("_cache_enabled", "torch.nn.utils.parametrize", "see that weights are kept",
+         "Sizes before the first step need `parametrize.cached` to be off"),
         ("_checkpoint_wrapped_module", "checkpoint_wrapper's modules", "leave it out of names", "Names of weights have it"),
         ("_c _concrete_type _actual_script_module", "torch.jit.ScriptModule", "restore its attributes",
          "Modules of torch.jit cannot be recomputed, or measured: keep them out of stages"),

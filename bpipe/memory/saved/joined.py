@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.errors import SavedTensorError
 from bpipe.memory.saved.saved_tensor import FORGOTTEN, Saved, untraced
+from bpipe.torch_private.fakes import is_plain
 from bpipe.torch_private.owners_and_versions import address_of, version_of
 
 __all__: list[str] = []
@@ -104,7 +105,7 @@ class Joined:
 def in_pieces(tensor: Any) -> Any:
     """Return what to save for a tensor: its pieces, if it is an unchanged view of a joined one, else itself."""
     joins = _JOINS.current
-    if not joins or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+    if not joins or not is_plain(tensor) or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return tensor
     found = joins.get(address_of(tensor.untyped_storage()))
     is_view = found is not None and not found.storage.expired() and not version_of(tensor) and tensor.dtype == found.pieces[0].dtype

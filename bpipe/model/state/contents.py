@@ -95,6 +95,30 @@ def _fill_dict(attributes: dict[Any, Any], content: Mapping[Any, Any]) -> None:
         attributes.update(content)
 
 
+def _fill(value: Any, content: Sequence[Any]) -> None:
+    """Fill a container again, past what its class does when something is put into it, or an object's slots."""
+    half = len(content) // 2
+    if isinstance(value, dict):
+        order = OrderedDict if isinstance(value, OrderedDict) else dict
+        order.clear(value)
+        for key, one in zip(content[:half], content[half:]):
+            order.__setitem__(value, key, one)
+    elif isinstance(value, (list, deque)):
+        kind: Any = list if isinstance(value, list) else deque
+        kind.clear(value)
+        kind.extend(value, content)
+    elif isinstance(value, set):
+        set.clear(value)
+        set.update(value, content[0])
+    elif isinstance(value, np.ndarray):
+        value[...] = np.frombuffer(content[0], value.dtype).reshape(value.shape)
+    else:
+        for name in in_slots(value).keys() - set(content[:half]):
+            object.__delattr__(value, name)
+        for name, one in zip(content[:half], content[half:]):
+            object.__setattr__(value, name, one)
+
+
 class Container(NamedTuple):
     """An object whose content is compared, and its content at some time."""
 
@@ -106,6 +130,11 @@ class Container(NamedTuple):
     def is_same(self) -> bool:
         """Return whether the same content is still in it."""
         return are_same(self.before, self.values_in(self.value) or ())
+
+    def fill(self) -> None:
+        """Restore the content, if it has changed and the container can be filled."""
+        if not self.is_same():
+            _fill(self.value, self.before)
 
     def now(self) -> Container:
         """Return it with its present content."""

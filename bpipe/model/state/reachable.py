@@ -87,6 +87,12 @@ class Reachable:
         is_same = is_same and all(map(Container.is_same, chain(self.containers, self._containers_beside)))
         return is_same and all(are_same(used, _used_by(function)) for function, used in self._functions)
 
+    def everything(self) -> tuple[list[dict[Any, Any]], list[Container], list[tuple[CellType, Any]]]:
+        """Return all that was searched, whoever else uses it: dicts, other containers, and variables of functions."""
+        functions = [one for one, _ in self._functions if isinstance(one, FunctionType)]
+        cells = [(cell, cell.cell_contents) for one in functions for cell in one.__closure__ or () if cell != CellType()]
+        return [*self._dicts, *self._dicts_beside], [*self.containers, *self._containers_beside], cells
+
     def is_contained(self, tensor: int) -> bool:
         """Return whether a tensor, given its identity, is in a container or a slot, where no copy can take its place."""
         return any(place.put is None for place in self.places[tensor])
