@@ -250,7 +250,7 @@ def test_sizes_that_grow_are_measured_anew_on_all_ranks(caplog, which):
     caplog.set_level(logging.INFO, "bpipe")
     schedules, unplanned = growing([False] * 2 + [True] * 4, which)
     always, _ = growing([True] * 2, which)
-    assert "saves more than planned, so that the next step measures again" in caplog.text
+    assert "saves more than planned, so that sizes are found anew" in caplog.text
     assert [any(more > 0 for more in ranks) for ranks in unplanned] == [False, False, True, False, False, False]
     assert unplanned[-1] == [0] * 4
     assert schedules[0].plan.sizes == always[0].plan.sizes

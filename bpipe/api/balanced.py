@@ -33,9 +33,9 @@ class Balanced(Schedule):
     The order of computations is the schedule's, and so are the gradients, to the bit. Before the first step, and before each first
     step with inputs of new shapes or with modules that have changed (docs/how-to/modules-that-change.md), each rank runs its stages
     once on fake tensors, which hold no data: forwards and backwards of one microbatch of each kind, in pipeline order. That
-    computes nothing, draws no random number, calls no hook of yours and changes nothing of your modules, but the code of their
-    forwards runs. Ranks exchange the sizes, and all make and prove the same plan. The step itself then shows whether they are
-    right; if not, the logger "bpipe" says so, and the next plan is made from the step's own.
+    computes nothing, draws no random number, calls no hook on your modules and leaves them and the loss as they were, but their
+    code runs (docs/limits.md says what bpipe cannot see). Ranks exchange the sizes, and all make and prove the same plan. The step
+    itself then shows whether they are right; if not, the logger "bpipe" says so, and the next plan is made from the step's own.
 
     Where only a forward with data shows what is saved (control flow that asks for activations, stages under FSDP2 or DDP, compiled
     ones, and others: docs/how-to/balance-in-bytes.md), a step measures instead, which the logger says with the reason. It keeps the

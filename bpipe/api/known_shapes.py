@@ -1,4 +1,4 @@
-"""The sizes of microbatches that steps have shown, for each form of their inputs."""
+"""The sizes of microbatches that dry runs have said or steps have shown, for each form of their inputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans in bytes for a schedule that `Balanced` wraps, made from sizes that a step measures."""
+"""Plans in bytes for a schedule that `Balanced` wraps, made from sizes that a dry run says, or a step measures."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class MeasuredRecord(RoomRecord):
 
 
 class MeasuredPlans(PlanSource):
-    """Plans in bytes, each made from sizes that the first step with inputs of its shapes has measured.
+    """Plans in bytes, each from sizes that a dry run says before the first step with inputs of its shapes, or that this measures.
 
     Ranks exchange their sizes before they make a plan, and all make the same one. `Balanced` describes the rest.
 
@@ -247,7 +247,7 @@ class MeasuredPlans(PlanSource):
 
     def measure_again(self, why: str) -> None:
         self.revision += 1
-        self._context.log().info("%s: %s, so that the next step measures again", self.rule, why)
+        self._context.log().info("%s: %s, so that sizes are found anew before the next step, or in it", self.rule, why)
 
     # The comparison of replicas, when their inputs require it and before anything may fail in one of them alone
 
@@ -264,7 +264,7 @@ class MeasuredPlans(PlanSource):
         one = self._comparisons[inputs]
         if one.difference is None:  # a loopback asks once for each of its ranks
             try:
-                assert one.shapes.measured is not None, "the first step with some inputs measures"
+                assert one.shapes.measured is not None, "they are known before the second step"
                 device = self._context.transport.device
                 one.difference = difference(self._replicas, one.shapes.measured.stages, one.shapes.varying, device)
             except Exception as error:
@@ -276,7 +276,7 @@ class MeasuredPlans(PlanSource):
     def _planned(self, key: StepKey, gather: Gather) -> Plan:
         packed = gather(lambda source: _measured(source)._report(key))
         reports = sorted((Report.unpack(data, sender) for sender, data in enumerate(packed)), key=lambda report: report.rank)
-        self._say("making the plan for the measured sizes")
+        self._say("making the plan")
         if refusal := next((report.refusal for report in reports if report.refusal), ""):
             raise AgreementError(refusal)
         by_stage = {stage: sizes for report in reports for stage, sizes in report.stages.items()}

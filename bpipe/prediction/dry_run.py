@@ -97,7 +97,7 @@ def last_round(advance: Callable[[Sequence[bytes]], list[bytes]]) -> list[bytes]
 
 
 def has_ended(packed: Sequence[bytes]) -> bool:
-    """Return whether all ranks are over, or one of them cannot go on, or none."""
+    """Return whether all ranks are over, or at least one cannot go on, or nobody has said anything new."""
     rounds = [Round.unpack(data) for data in packed]
     goes_on = any(one.alike or one.headers for one in rounds) and not all(one.is_over for one in rounds)
     return not goes_on or any(one.failure for one in rounds)

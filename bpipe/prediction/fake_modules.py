@@ -129,8 +129,8 @@ def check_gone(made: Iterable[ref[torch.Tensor]]) -> None:
         release()
     if any(one() is not None for one in made):
         raise StageError(
-            f"a stage or its loss has kept a tensor of shape {shape} of the dry run before this step, where bpipe cannot find it: in "
-            "a global, an attribute of a class, or an object of another library. Make the model anew, and give Balanced "
+            f"a stage or its loss has kept a tensor of shape {shape} of the dry run before this step, where bpipe cannot find it: "
+            "in a global, an attribute of a class, or an object of another library. Make the model anew, and give Balanced "
             "options=bpipe.Options(measure='in_order'), so that the step measures instead"
         )
 

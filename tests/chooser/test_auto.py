@@ -234,7 +234,7 @@ def test_microbatches_of_one_replica_grow(grows_after: int) -> None:
     assert all(plans == ran[0][0] for plans, _ in ran)
     for pipeline in (0, 1):
         said = [text for rank in (0, 2) for text in ran[rank][1]] if pipeline == 0 else ran[2][1]
-        assert sum("making the plan for the measured sizes" in text for text in said) >= 2
+        assert sum("making the plan" in text for text in said) >= 2
 
 
 def test_one_replica_has_too_little_memory() -> None:
