@@ -40,7 +40,7 @@ from bpipe.parallel.ddp import replicas_in
 from bpipe.parallel.fsdp import units_in
 from bpipe.parallel.shared_weights import Shared
 from bpipe.plan.action import COMPUTE, SHARDING, START_OF, WAIT_OF, channel_of
-from bpipe.prediction.fake_modules import FakeModules, is_a_librarys
+from bpipe.prediction.fake_modules import FakeModules, check_gone, is_a_librarys
 from bpipe.prediction.known_values import MOST_KNOWN, forget
 from bpipe.schedules import Action, Channel, Op, Plan, Purpose
 from bpipe.session.context import RankContext
@@ -324,10 +324,10 @@ class DryRun:
             )
         del run, self._given
         self._memory, self._aside = Memory(), nullcontext()
-        if (modules := vars(self).pop("_modules", None)) is not None:
-            check = modules.forget()
-            del modules
-            check()
+        modules: FakeModules | None = vars(self).pop("_modules", None)
+        made = () if modules is None or self.failure else modules.made  # an error may keep some as long as it is known
+        del modules
+        check_gone(made)
 
     def _returned_bytes(self, run: Run, microbatch: int) -> int:
         """Return the bytes of what the step returns for a microbatch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import _lru_cache_wrapper, partial
 from types import CellType
@@ -113,13 +113,13 @@ class FakeModules:
                 for key in [key for key, hook in hooks.items() if not is_a_librarys(hook)]:
                     del hooks[key]
 
-    def forget(self) -> Callable[[], None]:
-        """Forget all fake tensors; return what raises a StageError if somebody else has kept some."""
-        made, self._inside, self._fakes = self._known.made, None, WeakIdKeyDictionary()
-        return partial(check_gone, made)
+    @property
+    def made(self) -> Sequence[ref[torch.Tensor]]:
+        """All fake tensors that operations have made."""
+        return self._known.made
 
 
-def check_gone(made: Iterable[ref[torch.Tensor]]) -> None:
+def check_gone(made: Sequence[ref[torch.Tensor]]) -> None:
     """Raise a StageError if fake tensors are still there, but for those in caches of functions, which are cleared."""
     for release in (gc.collect, _clear_caches, gc.collect):
         if not (left := [one for one in map(ref.__call__, made) if one is not None]):
