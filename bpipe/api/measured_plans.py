@@ -133,8 +133,7 @@ class MeasuredPlans(PlanSource):
         if self._replicas is not None:
             self._compare(tuple(one.inputs for one in given), shapes, gather)
         revisions = tuple(one.revision for one in given)
-        if shapes.revise(revisions):
-            self._context.memory.kinds.clear()
+        self._revise(shapes, revisions)
         if revisions != self._revisions:  # microbatches of a rank take more memory, for any reason
             self._revisions = revisions
             self._context.numbers.count_again(inputs.forms)
@@ -143,7 +142,7 @@ class MeasuredPlans(PlanSource):
         self._agree_with_replicas(shapes)
         self._warn_if_often(shapes.measured is None)
         if shapes.measured is None and self.predicts and self._policy.measure == "auto" and not shapes.must_measure:
-            self._predict(key, gather)
+            self._predict(key, revisions, gather)
         self._call = None
         if shapes.measured is None:
             self.plan = self._plan_to_measure(gather)
@@ -151,32 +150,33 @@ class MeasuredPlans(PlanSource):
             shapes.plan = self.plan = shapes.plan or self._planned(key, gather)
         return self.plan
 
+    def _revise(self, shapes: Shapes, revisions: tuple[int, ...]) -> None:
+        if shapes.revise(revisions):
+            self._context.memory.kinds.clear()
+
     def _agree_with_replicas(self, shapes: Shapes) -> None:
         """Forget what replicas have to find out together: nothing, because they make the same plans from the same sizes."""
 
-    def _predict(self, key: StepKey, gather: Gather) -> None:
+    def _predict(self, key: StepKey, revisions: tuple[int, ...], gather: Gather) -> None:
         """Find the sizes by a dry run on all ranks, or why a step has to measure them."""
         from bpipe.prediction.dry_run import last_round
 
         if self._dry_run is None or not self._dry_run.is_over:  # a loopback asks once for each of its ranks
             packed = last_round(lambda before: gather(lambda source: _measured(source)._advance(before)))
-            gather(lambda source: _measured(source)._conclude(packed, key))
+            gather(lambda source: _measured(source)._conclude(packed, key, revisions))
             if self._dry_run is not None and self._dry_run.failure:
                 self._say(f"this step measures, because sizes cannot be known before it: {self._dry_run.failure}")
-        self._take(self._shapes.use(key, Shapes()))
 
-    def _conclude(self, packed: Sequence[bytes], key: StepKey) -> bytes:
-        """End this rank's dry run."""
+    def _conclude(self, packed: Sequence[bytes], key: StepKey, revisions: tuple[int, ...]) -> bytes:
+        """End this rank's dry run, and keep what it says."""
         assert self._dry_run is not None, "all ranks have begun one"
         self._dry_run.hear(packed)
-        self._take(self._shapes.use(key, Shapes()))
-        return b""
-
-    def _take(self, shapes: Shapes) -> None:
-        assert self._dry_run is not None, "it has ended"
+        shapes = self._shapes.use(key, Shapes())
+        self._revise(shapes, revisions)
         shapes.must_measure = bool(self._dry_run.failure)
         if not shapes.must_measure:
             shapes.measured, shapes.is_predicted = self._dry_run.sizes, True
+        return b""
 
     def _advance(self, packed: Sequence[bytes]) -> bytes:
         """Go on with this rank's dry run."""

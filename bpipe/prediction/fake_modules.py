@@ -7,7 +7,9 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import _lru_cache_wrapper, partial
+from itertools import count
 from types import CellType
 from typing import Any
 from weakref import ref
@@ -104,8 +106,9 @@ class FakeModules:
         self._inside = outside.now()
 
     def _prepare(self) -> None:
-        """Put fake tensors into the modules, and take the user's hooks out."""
+        """Put fake tensors into the modules, and copies of counters, and take the user's hooks out."""
         for module in self._modules:
+            vars(module).update({name: copy(one) for name, one in vars(module).items() if isinstance(one, count)})
             held: list[dict[str, Any]] = [module._parameters, module._buffers]
             for tensors in held:
                 tensors.update({name: self._fake_of(one) for name, one in tensors.items() if one is not None})

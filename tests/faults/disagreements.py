@@ -96,7 +96,6 @@ def interleaved(num_stages: int) -> Setup:
 
 def steps_over_budget(scene: Scene) -> None:
     pipeline = scene.open(budget(9))
-    pipeline.step()
     scene.fired()
     pipeline.step()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable, Iterator
@@ -99,6 +100,7 @@ KEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
     "a table made once": (Helper, lambda kept: float(kept.table(3).shape[0]) * 0 + len(kept.tables)),
     "a generator in an object": (lambda: Helper(random.Random(3)), lambda kept: kept.calls.random()),  # type: ignore[arg-type]
     "NumPy's generator": (lambda: [np.random.default_rng(3)], lambda kept: float(kept[0].random())),
+    "a counter": (itertools.count, lambda kept: float(next(kept))),
     "a variable of a function": (of_variable, lambda kept: kept()),
 }
 
