@@ -213,9 +213,9 @@ class MeasuredPlans(PlanSource):
     def learn(self, run: Run) -> None:
         shapes = self._latest
         if run.plan.sizes is None:
-            shapes.measured = sizes_of(run)
+            shapes.measured = _sizes_of(run)
         elif shapes.is_predicted:
-            self._compare_with_dry_run(shapes, sizes_of(run), run.plan)
+            self._compare_with_dry_run(shapes, _sizes_of(run), run.plan)
         else:
             for stage in shapes.outgrown(run.plan, run.evictions.measured()):
                 self.measure_again(f"a microbatch of stage {stage} saves more than planned")
@@ -358,14 +358,8 @@ class MeasuredPlans(PlanSource):
             self._context.log().info("%s: %s", self.rule, what)
 
 
-def sizes_of(run: Run) -> RankSizes:
-    """Return what a step took on this rank."""
-    return RankSizes(
-        stages=run.evictions.settled(),
-        exchanged=run.exchanges.exchanged,
-        held_bytes=run.evictions.ledger.held_bytes,
-        returned_bytes=bytes_under(run.results.returned, run.device),
-    )
+def _sizes_of(run: Run) -> RankSizes:
+    return RankSizes.of(run, bytes_under(run.results.returned, run.device))
 
 
 def _measured(source: PlanSource) -> MeasuredPlans:

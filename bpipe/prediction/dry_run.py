@@ -30,7 +30,7 @@ from bpipe.dry_run.fake_transport import FakeTransport, Over
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Run
 from bpipe.engine.setup import StepInputs, modules_of
-from bpipe.errors import format_error
+from bpipe.errors import UnsupportedTorchError, format_error
 from bpipe.memory.makeup import Makeups
 from bpipe.memory.static import bytes_under
 from bpipe.model.microbatch import tensors_in
@@ -47,7 +47,6 @@ from bpipe.session.context import RankContext
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.report import RankSizes
 from bpipe.torch_private.engine_and_graph import hooks_around
-from bpipe.torch_private.fakes import is_plain
 from bpipe.torch_private.modes import dispatch_modes
 from bpipe.torch_private.modules import FORWARD, hooks_of, is_compiled, parametrize_is_cached
 
@@ -91,20 +90,23 @@ class Round(NamedTuple):
 def last_round(advance: Callable[[Sequence[bytes]], list[bytes]]) -> list[bytes]:
     """Let all ranks advance until they have ended, with what they have told in the round before; return what they tell last."""
     packed = advance(())
-    while not has_ended(packed):
+    while not has_ended([Round.unpack(data) for data in packed]):
         packed = advance(packed)
     return packed
 
 
-def has_ended(packed: Sequence[bytes]) -> bool:
+def has_ended(rounds: Sequence[Round]) -> bool:
     """Return whether all ranks are over, or at least one cannot go on, or nobody has said anything new."""
-    rounds = [Round.unpack(data) for data in packed]
     goes_on = any(one.alike or one.headers for one in rounds) and not all(one.is_over for one in rounds)
     return not goes_on or any(one.failure for one in rounds)
 
 
 def why_not(context: RankContext) -> str:
-    """Return why the stages of a rank cannot run on fake tensors; empty if no reason is known."""
+    """Return why the stages of a rank cannot run on fake tensors; empty if no reason is known.
+
+    Raises:
+        UnsupportedTorchError: this torch does not show it.
+    """
     modules = list({id(part): part for module in context.modules() for part in module.modules()}.values())
     reasons = {
         "the process group is a fake one": isinstance(context.transport, FakeTransport),
@@ -185,7 +187,10 @@ class DryRun:
         self._mail, self._lane, self._count = Mail(), deque[Action](), Counter[int]()
         self._run: Run | None = None
         self._aside: AbstractContextManager[object] = nullcontext()  # gradients of earlier steps
-        self._own_failure = why_not(context)
+        try:
+            self._own_failure = why_not(context)
+        except UnsupportedTorchError as error:
+            self._own_failure = format_error(error)
 
     def advance(self, packed: Sequence[bytes]) -> bytes:
         """Go on as far as the headers of other ranks allow; return what they need to know.
@@ -215,7 +220,7 @@ class DryRun:
                 self._mail.bring(one.headers, self._context.plan_rank)
         else:
             self._choose([one.alike for one in rounds])
-        if has_ended(packed) and not self.is_over:
+        if has_ended(rounds) and not self.is_over:
             self.failure = self.failure or ("" if all(one.is_over for one in rounds) else "no rank can go on")
             self._end()
 
@@ -316,12 +321,8 @@ class DryRun:
         self.is_over = True
         run, self._run = self._run, None
         if run is not None and not self.failure:
-            self.sizes = RankSizes(
-                stages=run.evictions.settled(),
-                exchanged=run.exchanges.exchanged,
-                held_bytes=run.evictions.ledger.held_bytes,
-                returned_bytes=sum(num * self._returned_bytes(run, microbatch) for microbatch, num in self._count.items()),
-            )
+            returned_bytes = sum(num * self._returned_bytes(run, microbatch) for microbatch, num in self._count.items())
+            self.sizes = RankSizes.of(run, returned_bytes)
         del run, self._given
         self._memory, self._aside = Memory(), nullcontext()
         modules: FakeModules | None = vars(self).pop("_modules", None)
@@ -337,7 +338,8 @@ class DryRun:
 
 def _is_full(tensor: torch.Tensor) -> bool | None:
     """Return whether no element is zero, of a tensor whose values may decide what runs; None for others."""
-    if tensor.is_floating_point() or tensor.is_complex() or not is_plain(tensor) or tensor.numel() > MOST_KNOWN:
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_meta)
+    if not is_plain or tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized or tensor.numel() > MOST_KNOWN:
         return None
     return bool(tensor.all())
 

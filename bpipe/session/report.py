@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from bpipe.comm.wire.codec import decode, encode
+from bpipe.engine.run import Run
 from bpipe.errors import CommError
 from bpipe.plan.sizes import Amount, StageSizes
 
@@ -18,8 +19,13 @@ class RankSizes(NamedTuple):
 
     stages: Mapping[int, tuple[StageSizes, ...]] = {}
     exchanged: Mapping[int, tuple[Amount, ...]] = {}
-    held_bytes: int = 0  # of gradients of earlier steps that are set aside
+    held_bytes: int = 0  # that microbatches have saved, and others own, too
     returned_bytes: int = 0  # of outputs and losses
+
+    @classmethod
+    def of(cls, run: Run, returned_bytes: int) -> RankSizes:
+        """Return what a step has taken whose actions have all run."""
+        return cls(run.evictions.settled(), run.exchanges.exchanged, run.evictions.ledger.held_bytes, returned_bytes)
 
 
 class Report(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ def is_plain(tensor: object) -> bool:
 
 def fake_mode() -> Any:
     """Return a mode whose operations make fake tensors, and take real ones for fakes. It keeps no storage that they are given."""
+    ask(_dispatch, "_disable_current_modes")  # which `without_modes` can do without, and a dry run cannot
     mode = ask(_fakes, "FakeTensorMode")(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     return mode
@@ -37,7 +38,7 @@ def fake_mode() -> Any:
 
 def without_modes() -> AbstractContextManager[Any]:
     """Return a context in which operations are those of real tensors again, inside of modes."""
-    return ask(_dispatch, "_disable_current_modes")()
+    return ask(_dispatch, "_disable_current_modes", nullcontext)()
 
 
 def is_mutable(operator: Any) -> bool:
