@@ -21,6 +21,7 @@ from tests.models import KINDS, batch_of, directions_of, modules_of, mse
 from tests.over import Over, pipeline
 from tests.prediction.kinds import MEASURED, PREDICTED, WIDTH, T
 from tests.ranks import run_ranks
+from tests.torch_private.without import hidden
 
 M = 4
 # by schedule: the stages of a rank
@@ -156,3 +157,30 @@ def test_all_ranks_measure_if_one_of_them_has_to() -> None:
     assert all(is_planned is False and why.startswith("rank 1: UnpredictableError: ") for why, is_planned, *_ in measured)
     for one, other in zip(predicted, measured):
         assert one[2] and all(map(torch.equal, one[2], other[2])) and torch.equal(one[3], other[3])
+
+
+def test_integers_without_values_of_their_own_decide_nothing() -> None:
+    class Ignoring(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = PREDICTED["plain"]()
+
+        def forward(self, x: T, mask: T) -> T:
+            assert mask.shape == (3, 3)
+            return self.layer(x)
+
+    for mask in (torch.eye(3, dtype=torch.int64).to_sparse(), torch.ones(3, 3, dtype=torch.int64, device="meta")):
+        loopback, schedules, _ = of_kind(Ignoring)
+        xs = torch.randn(5 * M, WIDTH).chunk(M)
+        given = {"arg_mbs": [(x,) for x in xs], "kwarg_mbs": [{"mask": mask}] * M, "target_mbs": list(xs)}
+        loopback.step(schedules, **given, return_outputs=False)
+        assert not any(one.session.source._num_wrong for one in schedules)
+
+
+@pytest.mark.parametrize("name", ["FakeTensorMode", "_disable_current_modes", "_get_current_dispatch_mode_stack"])
+def test_without_a_private_name_of_torch_a_step_measures(name: str) -> None:
+    loopback, schedules, _ = of_kind(PREDICTED["plain"])
+    with hidden(name):
+        step(loopback, schedules)
+    assert f"UnsupportedTorchError: bpipe needs {name}" in schedules[0].session.source._dry_run.failure
+    assert schedules[0].plan.sizes is None
