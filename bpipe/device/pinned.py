@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from contextlib import suppress
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -17,10 +19,17 @@ class _Pages(mmap.mmap):
     """Whole pages of host memory that a device copies to and from without the host, pinned as long as they have an owner."""
 
     pinned: tuple[int, torch.device] | None = None  # the address, and the device
+    done: Event | None = None  # behind the last copy, once they are returned
 
     def __del__(self) -> None:
+        if self.done is not None:  # the last owner may be another than the thread that waits, such as an error's frames
+            with suppress(Exception):  # at the interpreter's end the device may be gone
+                self.done.synchronize()
         if self.pinned is not None:
             unpin(*self.pinned)
+
+
+_PAGES: WeakValueDictionary[int, _Pages] = WeakValueDictionary()  # by address
 
 
 def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -36,6 +45,7 @@ def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pin(memory.data_ptr(), num_bytes, device):
         pages.pinned = memory.data_ptr(), device
+        _PAGES[memory.data_ptr()] = pages
         return memory
     with current(device):
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -47,6 +57,9 @@ def return_(memory: list[torch.Tensor], stream: Stream) -> None:
     if not held:
         return
     done = stream.record_event()
+    for one in held:
+        if (pages := _PAGES.get(one.data_ptr())) is not None:
+            pages.done = done
     try:
         threading.Thread(target=_hold, args=(held, done, stream.device), name="bpipe-give-back", daemon=True).start()
     except RuntimeError:  # the interpreter ends, and with it the process, which frees all memory: do not free it before that
