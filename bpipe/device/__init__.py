@@ -167,9 +167,11 @@ def pin(address: int, num_bytes: int, device: torch.device) -> bool:
     return True
 
 
-def unpin(address: int, device: torch.device) -> None:
-    """Unpin memory that `pin` pinned. May block the host."""
+def unpin(address: int, device: torch.device, done: Event | None) -> None:
+    """Unpin memory that `pin` pinned, behind an event. May block the host."""
     with suppress(Exception), current(device):  # at the interpreter's end the device may be gone
+        if done is not None:
+            done.synchronize()
         torch.get_device_module(device).cudart().cudaHostUnregister(address)
 
 

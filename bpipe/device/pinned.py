@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
-from contextlib import suppress
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,11 +21,8 @@ class _Pages(mmap.mmap):
     done: Event | None = None  # behind the last copy, once they are returned
 
     def __del__(self) -> None:
-        if self.done is not None:  # the last owner may be another than the thread that waits, such as an error's frames
-            with suppress(Exception):  # at the interpreter's end the device may be gone
-                self.done.synchronize()
-        if self.pinned is not None:
-            unpin(*self.pinned)
+        if self.pinned is not None:  # the last owner may be another than the thread that waits, such as an error's frames
+            unpin(*self.pinned, self.done)
 
 
 _PAGES: WeakValueDictionary[int, _Pages] = WeakValueDictionary()  # by address

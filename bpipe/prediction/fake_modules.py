@@ -52,6 +52,25 @@ class State:
             cell.cell_contents = value
 
 
+class Fakes:
+    """Fake tensors that stand for real ones."""
+
+    def __init__(self) -> None:
+        self.mode = fake_mode()
+        self._made = WeakIdKeyDictionary()  # by the real tensor, as long as others have it, too
+
+    def of(self, tensor: torch.Tensor, most_numbers: int = 0) -> torch.Tensor:
+        """Return the fake tensor of a real one, always the same, with its values if they can decide what runs."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        fake: torch.Tensor | None = self._made.get(tensor)
+        if fake is None:
+            with warnings.catch_warnings(action="ignore"):  # of a gradient that only leaves have, which torch asks for
+                self._made[tensor] = fake = self.mode.from_tensor(tensor)
+            know(fake, tensor, most_numbers)
+        return fake
+
+
 class FakeModules:
     """Modules and a loss on fake tensors, while this context is entered, which may be several times, and as they were outside.
 
@@ -61,25 +80,14 @@ class FakeModules:
 
     def __init__(self, modules: Sequence[nn.Module], loss_fn: Any, device: torch.device) -> None:
         self._modules = list({id(part): part for module in modules for part in module.modules()}.values())
-        self._found, self._device, self._mode = Reachable([*modules, loss_fn]), device, fake_mode()
-        self._fakes = WeakIdKeyDictionary()  # by the real tensor, as long as others have it, too
-        self._known = KnownValues(partial(self._fake_of, most_numbers=SMALL))
+        self._found, self._device, self._fakes = Reachable([*modules, loss_fn]), device, Fakes()
+        self._known = KnownValues(partial(self._fakes.of, most_numbers=SMALL))
         self._inside: State | None = None
         self._entered = ExitStack()
 
     def fake(self, value: Any) -> Any:
         """Return a pytree with a fake tensor for each of its tensors, always the same one for the same tensor."""
-        return mapped(self._fake_of, value)
-
-    def _fake_of(self, tensor: torch.Tensor, most_numbers: int = 0) -> torch.Tensor:
-        if isinstance(tensor, FakeTensor):
-            return tensor
-        fake: torch.Tensor | None = self._fakes.get(tensor)
-        if fake is None:
-            with warnings.catch_warnings(action="ignore"):  # of a gradient that only leaves have, which torch asks for
-                self._fakes[tensor] = fake = self._mode.from_tensor(tensor)
-            know(fake, tensor, most_numbers)
-        return fake
+        return mapped(self._fakes.of, value)
 
     def __enter__(self) -> None:
         dicts, containers, cells = self._found.everything()
@@ -94,7 +102,7 @@ class FakeModules:
             entered.callback(self._look_inside, outside)
             entered.callback(torch.clear_autocast_cache)
             entered.enter_context(_masks_as_of_real_tensors())
-            entered.enter_context(self._mode)
+            entered.enter_context(self._fakes.mode)
             entered.enter_context(self._known)
             self._entered = entered.pop_all()
 
@@ -111,7 +119,7 @@ class FakeModules:
             vars(module).update({name: copy(one) for name, one in vars(module).items() if isinstance(one, count)})
             held: list[dict[str, Any]] = [module._parameters, module._buffers]
             for tensors in held:
-                tensors.update({name: self._fake_of(one) for name, one in tensors.items() if one is not None})
+                tensors.update({name: self._fakes.of(one) for name, one in tensors.items() if one is not None})
             for hooks in hooks_of(module):
                 for key in [key for key, hook in hooks.items() if not is_a_librarys(hook)]:
                     del hooks[key]

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 from weakref import ref
 
 import torch
 
 from bpipe.errors import BPipeError
-from bpipe.torch_private.fakes import GROUPED_PRODUCT, FakeTensor, is_mutable, without_modes
+from bpipe.torch_private.fakes import GROUPED_PRODUCT, FakeTensor, is_mutable, without_cache, without_modes
 from bpipe.torch_private.modes import DispatchMode
 
 __all__: list[str] = []
@@ -129,7 +130,8 @@ def _made(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on fake tensors, and make what the real kernel makes where the fake one differs from it."""
     if GROUPED_PRODUCT is not None and func is GROUPED_PRODUCT.default:
         return _grouped(*args[:3])
-    made = func(*args, **kwargs)
+    with without_cache(args[0]) if func in OVER_STORAGES else nullcontext():
+        made = func(*args, **kwargs)
     if func in NORMS and (weight := args[NORMS[func]]) is not None:
         return made[0], *(one.to(weight.dtype) for one in made[1:])
     place = MEANS.get(func)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,11 +30,20 @@ def is_plain(tensor: object) -> bool:
 
 
 def fake_mode() -> Any:
-    """Return a mode whose operations make fake tensors, and take real ones for fakes. It keeps no storage that they are given."""
+    """Return a mode whose operations make fake tensors, and take real ones for fakes."""
     ask(_dispatch, "_disable_current_modes")  # which `without_modes` can do without, and a dry run cannot
-    mode = ask(_fakes, "FakeTensorMode")(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
-    return mode
+    return ask(_fakes, "FakeTensorMode")(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def without_cache(fake: Any) -> Iterator[None]:
+    """Let the mode of a fake tensor remember nothing of an operation: it would keep a storage that the operation is given."""
+    mode = fake.fake_mode
+    before, mode.cache_enabled = mode.cache_enabled, False
+    try:
+        yield
+    finally:
+        mode.cache_enabled = before
 
 
 def without_modes() -> AbstractContextManager[Any]:
