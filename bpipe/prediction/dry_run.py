@@ -47,6 +47,7 @@ from bpipe.session.context import RankContext
 from bpipe.session.prepare import PreparedCall
 from bpipe.session.report import RankSizes
 from bpipe.torch_private.engine_and_graph import hooks_around
+from bpipe.torch_private.fakes import forget_results
 from bpipe.torch_private.modes import dispatch_modes
 from bpipe.torch_private.modules import FORWARD, hooks_of, is_compiled, parametrize_is_cached
 
@@ -327,6 +328,8 @@ class DryRun:
         self._memory, self._aside = Memory(), nullcontext()
         modules: FakeModules | None = vars(self).pop("_modules", None)
         made = () if modules is None or self.failure else modules.made  # an error may keep some as long as it is known
+        if modules is not None:
+            forget_results()
         del modules
         check_gone(made)
 

@@ -35,6 +35,11 @@ def fake_mode() -> Any:
     return ask(_fakes, "FakeTensorMode")(allow_non_fake_inputs=True)
 
 
+def forget_results() -> None:
+    """Forget the results of operators, which modes keep for all shapes that there ever were."""
+    ask(_fakes, "FakeTensorMode").cache_clear()
+
+
 @contextmanager
 def without_cache(fake: Any) -> Iterator[None]:
     """Let the mode of a fake tensor remember nothing of an operation: it would keep a storage that the operation is given."""

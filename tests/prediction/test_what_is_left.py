@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bpipe
 from bpipe.errors import StageError
@@ -182,3 +183,8 @@ def test_caches_of_functions_are_cleared_and_globals_are_refused() -> None:
     trained([Hoarding(), Hoarding()], Over(bpipe.OneFOneB, {"budget": "lowest", "measure": "in_order"}), mse)
     assert len(SEEN) == 4 * M
     SEEN.clear()
+
+
+def test_a_mode_forgets_the_results_of_operators() -> None:
+    trained([Layer(), Layer()], Over(bpipe.OneFOneB, {"budget": "lowest"}), mse)
+    assert FakeTensorMode.cache_info().size == 0
