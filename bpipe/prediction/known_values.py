@@ -138,7 +138,8 @@ def _made(func: Any, args: Any, kwargs: Any) -> Any:
     if place is not None and (len(args) <= place or args[place] != NO_REDUCTION):
         others = [*args[:place], *[None] * (place - len(args))]
         each = func(*others, NO_REDUCTION, *args[place + 1 :], **kwargs).untyped_storage()
-        return torch.empty(0, dtype=made.dtype, device=made.device).set_(each, 0, (), ())
+        with without_cache(made):
+            return torch.empty(0, dtype=made.dtype, device=made.device).set_(each, 0, (), ())
     return made
 
 
