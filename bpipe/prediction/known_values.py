@@ -6,7 +6,7 @@ no activation does. What is saved depends on them: a model leaves out a mask tha
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 
 from bpipe.errors import BPipeError
-from bpipe.torch_private.fakes import GROUPED_PRODUCT, FakeTensor, is_mutable, without_cache, without_modes
+from bpipe.torch_private.fakes import EMBEDDING_BAG, GROUPED_PRODUCT, FakeTensor, is_mutable, without_cache, without_modes
 from bpipe.torch_private.modes import DispatchMode
 
 __all__: list[str] = []
@@ -33,7 +33,8 @@ NORMS = {aten.native_layer_norm.default: 2, aten.native_group_norm.default: 1, a
 MEANS = {loss.default: 2 for loss in (aten.mse_loss, aten.smooth_l1_loss, aten.soft_margin_loss)}
 MEANS |= {aten.binary_cross_entropy.default: 3}
 NO_REDUCTION = 0
-MEASURED = frozenset({aten.mkldnn_rnn_layer.default, aten._embedding_bag.default})  # fake kernels do not know all that is saved
+# Operators whose fake kernels do not know all that is saved.
+MEASURED = frozenset({aten.mkldnn_rnn_layer.default, getattr(EMBEDDING_BAG, "default", None)})
 NOT_THE_USERS = ("/torch/", "/bpipe/prediction/", "<")
 
 
@@ -79,7 +80,8 @@ class KnownValues(DispatchMode):
             if not is_known:
                 raise self._refuse(f"{func} of activations or random numbers")
             return _mapped(_fake_with, _values(func, args, kwargs))
-        made = _made(func, args, kwargs)
+        with without_cache(args[0]) if func in OVER_STORAGES or func in MEANS else nullcontext():
+            made = _made(func, args, kwargs)
         found = [*_tensors(made)]
         if is_known and all(func.is_view or one.numel() <= MOST_KNOWN for one in found):
             for one, value in zip(found, _tensors(_values(func, args, kwargs))):
@@ -130,16 +132,14 @@ def _made(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on fake tensors, and make what the real kernel makes where the fake one differs from it."""
     if GROUPED_PRODUCT is not None and func is GROUPED_PRODUCT.default:
         return _grouped(*args[:3])
-    with without_cache(args[0]) if func in OVER_STORAGES else nullcontext():
-        made = func(*args, **kwargs)
+    made = func(*args, **kwargs)
     if func in NORMS and (weight := args[NORMS[func]]) is not None:
         return made[0], *(one.to(weight.dtype) for one in made[1:])
     place = MEANS.get(func)
     if place is not None and (len(args) <= place or args[place] != NO_REDUCTION):
         others = [*args[:place], *[None] * (place - len(args))]
         each = func(*others, NO_REDUCTION, *args[place + 1 :], **kwargs).untyped_storage()
-        with without_cache(made):
-            return torch.empty(0, dtype=made.dtype, device=made.device).set_(each, 0, (), ())
+        return torch.empty(0, dtype=made.dtype, device=made.device).set_(each, 0, (), ())
     return made
 
 
@@ -220,7 +220,7 @@ def _mapped(change: Any, value: Any) -> Any:
 
 def _line() -> str:
     """Return the line of the user's code that runs now."""
-    frame: Any = sys._getframe(1)
+    frame: Any = inspect.currentframe()
     while frame.f_back is not None and any(part in frame.f_code.co_filename for part in NOT_THE_USERS):
         frame = frame.f_back
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"

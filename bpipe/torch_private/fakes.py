@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,15 +39,9 @@ def forget_results() -> None:
     ask(_fakes, "FakeTensorMode").cache_clear()
 
 
-@contextmanager
-def without_cache(fake: Any) -> Iterator[None]:
-    """Let the mode of a fake tensor remember nothing of an operation: it would keep a storage that the operation is given."""
-    mode = fake.fake_mode
-    before, mode.cache_enabled = mode.cache_enabled, False
-    try:
-        yield
-    finally:
-        mode.cache_enabled = before
+def without_cache(fake: Any) -> AbstractContextManager[Any]:
+    """Let the mode of a fake tensor keep no result of an operator, because it would keep a storage that the operator is given."""
+    return ask(_fakes, "disable_fake_tensor_cache")(fake.fake_mode)
 
 
 def without_modes() -> AbstractContextManager[Any]:
@@ -62,3 +55,4 @@ def is_mutable(operator: Any) -> bool:
 
 
 GROUPED_PRODUCT: Any = ask(torch.ops.aten, "_grouped_mm", None)
+EMBEDDING_BAG: Any = ask(torch.ops.aten, "_embedding_bag", None)

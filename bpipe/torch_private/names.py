@@ -84,9 +84,11 @@ NAMES: dict[str, PrivateName] = {  # the fields of those that have the same ones
         ("_current_level", "torch.autograd.forward_ad", "see levels of forward derivatives", "One that is left on is not noticed"),
         ("TorchDispatchMode", "torch.utils._python_dispatch", "see operations", "Fill jobs and slices cannot run: leave them out"),
         # Fake tensors
-        ("FakeTensor FakeTensorMode", "torch._subclasses.fake_tensor", "run stages without data", _NO_DRY_RUN),
+        ("FakeTensor FakeTensorMode disable_fake_tensor_cache", "torch._subclasses.fake_tensor", "run stages without data",
+         _NO_DRY_RUN),
         ("_disable_current_modes", "torch.utils._python_dispatch", "compute what masks and positions decide", _NO_DRY_RUN),
-        ("_grouped_mm", "torch.ops.aten", "know what its fake kernel refuses", "Stages with it are measured by the first step"),
+        ("_grouped_mm _embedding_bag", "torch.ops.aten", "know what their fake kernels do not",
+         "Stages with them are measured by the first step"),
         # Operators
         ("_foreach_norm", "torch", "clip many gradients at once", "Clipping takes them one by one"),
         ("_schema", "an operator of torch.ops", "see whether it drops out, or writes into its arguments",
