@@ -19,7 +19,7 @@ from tests.tries import holds_in_one_try
 @pytest.mark.parametrize("model", MODELS)
 def test_the_chosen_plan_is_the_fastest_and_takes_what_was_predicted(model: str) -> None:
     """A few candidates and steps; the study `real_choices` has all of them."""
-    work = Work(model, m=4, speed=1.5, seconds=0.0, fewest_rounds=3, is_short=True, effort=200_000)
+    work = Work(model, m=4, speed=0.75, seconds=0.0, fewest_rounds=3, is_short=True, effort=200_000)
 
     def is_right(rows: Any) -> bool:
         chosen = [row for row in rows if row["is_chosen"]]
