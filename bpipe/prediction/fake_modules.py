@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,6 +31,7 @@ from bpipe.torch_private.modules import hooks_of
 __all__: list[str] = []
 
 LIBRARIES = frozenset({"torch", "transformers", "peft"})  # whose hooks make a weight, or let an input need a gradient
+MOMENT_S, MOST_MOMENTS = 0.02, 100  # of a wait for what torch's threads still hold
 SMALL = 64  # elements of a tensor of floating-point numbers that counts as known, if it is neither a parameter nor a buffer
 
 
@@ -130,10 +132,14 @@ class FakeModules:
         return self._known.made
 
 
-def check_gone(made: Sequence[ref[torch.Tensor]]) -> None:
-    """Raise a StageError if fake tensors are still there, but for those in caches of functions, which are cleared."""
-    for release in (gc.collect, _clear_caches, gc.collect):
-        if not (left := [one for one in map(ref.__call__, made) if one is not None]):
+def check_gone(made: Sequence[Callable[[], torch.Tensor | None]]) -> None:
+    """Raise a StageError if fake tensors are still there, but for those in caches of functions, which are cleared.
+
+    The thread in which torch runs the backwards of a device lets go of the last one a moment after its end.
+    """
+    wait: Callable[[], object] = partial(time.sleep, MOMENT_S)
+    for release in (wait, gc.collect, _clear_caches, gc.collect, *[wait] * MOST_MOMENTS):
+        if not (left := [tensor for tensor in (one() for one in made) if tensor is not None]):
             return
         shape = list(left[0].shape)
         del left

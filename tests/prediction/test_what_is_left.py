@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bpipe
 from bpipe.errors import StageError
+from bpipe.prediction.fake_modules import check_gone
 from tests.models import mse
 from tests.over import Over, pipeline
 from tests.prediction.kinds import WIDTH, Layer
@@ -183,6 +184,13 @@ def test_caches_of_functions_are_cleared_and_globals_are_refused() -> None:
     trained([Hoarding(), Hoarding()], Over(bpipe.OneFOneB, {"budget": "lowest", "measure": "in_order"}), mse)
     assert len(SEEN) == 4 * M
     SEEN.clear()
+
+
+def test_torchs_threads_may_let_go_of_fake_tensors_a_moment_later() -> None:
+    """The thread of a device's backwards does: it holds what it has run last until it is scheduled again."""
+    held = [torch.ones(2)] * 9
+    check_gone([lambda: held.pop() if held else None])
+    assert not held
 
 
 def test_a_mode_forgets_the_results_of_operators() -> None:
