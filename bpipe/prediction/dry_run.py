@@ -170,7 +170,7 @@ class DryRun:
     Args:
         context: of the rank.
         call: what the step is given.
-        plan: a plan of the step's computations and messages; one microbatch of each kind is run.
+        plan: a plan of the step's computations and messages, of which a few microbatches are run.
         shared: the weights that other ranks have, too.
         most_parts: the most parts in which a microbatch may move.
 
@@ -226,16 +226,25 @@ class DryRun:
             self._end()
 
     def _choose(self, alike: Sequence[tuple[int, ...]]) -> None:
-        """Choose one microbatch of those that look alike on all ranks and are computed alike, and prepare to run it."""
-        units, first = self._plan.units, dict[object, int]()
-        computed: list[set[tuple[object, ...]]] = [set() for _ in range(self._plan.num_microbatches)]
+        """Choose few microbatches that show each computation of each stage, on inputs of each look, and prepare to run them."""
+        units, num = self._plan.units, self._plan.num_microbatches
+        computed: list[set[tuple[Op, int, int]]] = [set() for _ in range(num)]
         for action in (one for lane in self._plan.actions for one in lane if one.op in COMPUTE):
             microbatch, place = self._plan.slice_of(action.microbatch)
             computed[microbatch].add((action.op, action.stage, place))
-        for microbatch, some in enumerate(computed):
-            kind = frozenset(some), *(one[unit] for one in alike for unit in units.of(microbatch))
-            self._count[first.setdefault(kind, microbatch)] += 1
-        chosen = {unit for microbatch in self._count for unit in units.of(microbatch)}
+        looks = [
+            (frozenset(stage for _, stage, _ in some), *(one[unit] for one in alike for unit in units.of(microbatch)))
+            for microbatch, some in enumerate(computed)
+        ]
+        shown = [{(look, one) for one in some} for look, some in zip(looks, computed)]
+        left, few = set[object]().union(*shown), list[int]()
+        while left:
+            few.append(max(range(num), key=lambda microbatch: len(shown[microbatch] & left)))
+            left -= shown[few[-1]]
+        first = {look: microbatch for microbatch, look in enumerate(looks) if microbatch in few}
+        self._count = Counter(dict.fromkeys(few, 0))
+        self._count.update(map(first.__getitem__, looks))
+        chosen = {unit for microbatch in few for unit in units.of(microbatch)}
         lanes = tuple(tuple(one for one in lane if one.op in SHARDING or one.microbatch in chosen) for lane in self._plan.actions)
         self._plan = replace(self._plan, actions=lanes, served=((),) * len(lanes))
         self._lane.extend(one for one in lanes[self._context.plan_rank] if one.op is not Op.WAIT_REDUCE_GRAD)

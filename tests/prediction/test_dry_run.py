@@ -59,6 +59,7 @@ def test_the_first_step_takes_what_was_predicted(kind: str, schedule: type[bpipe
     x, y = batch_of(kind, 2 * M)
     loopback.step(schedules, x, target=y)
     assert [one.session.source._dry_run.failure for one in schedules] == [""] * len(schedules)
+    assert all(len(one.session.source._dry_run._count) <= 2 for one in schedules)  # of M microbatches
     assert all(map(is_proven, schedules))
     for rank, one in enumerate(schedules):
         assert one.stats["device_peak_bytes"] == one.plan.device_peak_bytes[rank]
