@@ -17,7 +17,7 @@ def test_random_loops_equal_a_single_process(loop: Loop) -> None:
 
 
 @pytest.mark.timeout(1800)
-@many(150)
+@many(75)
 @given(loop=loops())
 def test_many_random_loops(loop: Loop) -> None:
     assert piped(loop).differences(alone(loop)) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
@@ -51,8 +53,7 @@ def loss_of(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("is_padded", [False, True], ids=["full", "padded"])
-@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("name, is_padded", [*product(CLASSES, [False]), *product(CLASSES[::3], [True])])
 def test_the_first_step_takes_what_was_predicted(name: str, is_padded: bool) -> None:
     parts, loopback = bpipe.split_transformer(small(class_of(name)).train(), P), bpipe.Loopback(P)
     schedules = [

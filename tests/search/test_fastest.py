@@ -99,15 +99,14 @@ def test_progress_goes_from_nothing_to_all() -> None:
     assert told == sorted(told) and told[-1] == pytest.approx(1.0) and 0 < told[0] < 1
 
 
-@pytest.mark.parametrize("first", [5000, 5010])
-def test_many_random_tables(first: int) -> None:
+def test_many_random_tables() -> None:
     """The study in short: benchmarks/RESULTS.md has more of them."""
-    rows = [row for index in range(first, first + 10) for row in measured(index)]
+    rows = [row for index in range(5000, 5010) for row in measured(index)]
     assert all(row["not_worse"] for row in rows) and all(row["replays"] for row in rows if row["found"])
     assert sum(row["found"] for row in rows) > 7 and max(float(row["gain"] or 0) for row in rows) > 0.03
 
 
 def test_small_tables_are_nearly_solved() -> None:
-    rows = [row for index in range(4) for row in solved(5000 + index)]
+    rows = [row for index in range(2) for row in solved(5000 + index)]
     over = [float(row["over_exact"]) for row in rows]
     assert sum(one <= NEAR for one in over) >= 0.9 * len(over) and max(over) < 3 * NEAR

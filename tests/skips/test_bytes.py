@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from copy import deepcopy
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from bpipe.passes.communicate import computations_only
 from bpipe.schedules import Amount, Destinations, Plan, Sizes, StageSizes, build, finish
 from tests.amounts import amounts
 from tests.occupied import Counting, Whose
+from tests.pairs import pairs
 from tests.schedules.shape_of_plan import shape_of
 from tests.skips.models import KINDS, by_itself, model_of
 from tests.skips.models import WIDTH as WIDTH_OF_SUMS
@@ -98,7 +98,7 @@ def assert_as_planned(schedules: list[Any], counts: list[Counting]) -> None:
             assert moment.counted_after == moment.planned_after, moment
 
 
-CASES = list(product(KINDS, (2, 4, 8), SCHEDULES))
+CASES = pairs(KINDS, (2, 4, 8), SCHEDULES)
 
 
 @pytest.mark.parametrize(("kind", "num_stages", "name"), CASES)

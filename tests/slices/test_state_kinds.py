@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 
 import bpipe
 from bpipe import Seq1F1B
+from tests.pairs import pairs
 from tests.slices.models import WIDTH, batch_of, stages_of
 from tests.slices.test_run import by_themselves, furthest, run, taken
 
@@ -153,7 +153,7 @@ FROZEN: dict[str, Callable[[list[Any]], list[nn.Parameter]]] = {
     "last": lambda modules: [*modules[-1].parameters()],
     "keys and values": lambda modules: [one for module in modules for layer in module.layers for one in layer.kv.parameters()],
 }
-FROZEN_CASES = list(product(FROZEN, ["attention", "lstm"], RULES))[:-4]
+FROZEN_CASES = [case for case in pairs(FROZEN, ["attention", "lstm"], RULES) if case[:2] != ("keys and values", "lstm")]
 
 
 @pytest.mark.parametrize("which, kind, rule", FROZEN_CASES)
