@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import combinations, product
 from typing import Any
 
 
-def pairs(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Some of the product, the same ones each time: each pair of values of two arguments is in one at least."""
-    left = [(case, {*combinations(enumerate(case), 2)}) for case in product(*values)]
+def pairs(*values: Iterable[Any], are_some: Callable[..., bool] = lambda *_: True) -> list[tuple[Any, ...]]:
+    """Some of the product's cases, the same ones each time: each pair of values of two arguments is in one at least.
+
+    Args:
+        are_some: whether values are a case.
+    """
+    left = [(case, {*combinations(enumerate(case), 2)}) for case in product(*values) if are_some(*case)]
     found = []
     while left:
         case, held = max(left, key=lambda one: len(one[1]))

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import bpipe
 from tests import quiet
@@ -104,6 +106,14 @@ def collected(tier: str) -> set[str]:
     return {line for line in shown.splitlines() if "::" in line}
 
 
+@pytest.mark.parametrize("tier", Tier)
+def test_one_with_hypothesis_runs_in_two_tiers(tier: Tier) -> None:
+    """With few examples in `make test`, and with all of its own in `make test-all`."""
+    drawn = given(st.integers())(lambda number: None)
+    one: Any = SimpleNamespace(nodeid="tests/comm/test_some.py::test_some", obj=drawn)
+    assert parted([one], tier) == (([], [one]) if tier == Tier.TIMED else ([one], []))
+
+
 def told() -> dict[str, str]:
     """The tier of each test, as `--explain-tiers` prints it."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--explain-tiers"]
@@ -113,7 +123,7 @@ def told() -> dict[str, str]:
 
 
 def test_each_test_runs_by_one_of_three_commands() -> None:
-    """What the table calls long is there, and runs in `make test-all`, as all that the other two commands leave."""
+    """`make test-all` runs what the other two leave; what the table calls long is there, and is none of `make test`'s."""
     tiers = told()
     assert len(tiers) > 7000
     for tier in (Tier.TEST, Tier.TIMED):

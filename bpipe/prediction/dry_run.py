@@ -227,24 +227,21 @@ class DryRun:
 
     def _choose(self, alike: Sequence[tuple[int, ...]]) -> None:
         """Choose few microbatches that show each computation of each stage, on inputs of each look, and prepare to run them."""
-        units, num = self._plan.units, self._plan.num_microbatches
-        computed: list[set[tuple[Op, int, int]]] = [set() for _ in range(num)]
+        units, alike_ones = self._plan.units, defaultdict[object, list[int]](list)
+        computed: list[set[tuple[Op, int, int]]] = [set() for _ in range(self._plan.num_microbatches)]
         for action in (one for lane in self._plan.actions for one in lane if one.op in COMPUTE):
             microbatch, place = self._plan.slice_of(action.microbatch)
             computed[microbatch].add((action.op, action.stage, place))
-        looks = [
-            (frozenset(stage for _, stage, _ in some), *(one[unit] for one in alike for unit in units.of(microbatch)))
-            for microbatch, some in enumerate(computed)
-        ]
-        shown = [{(look, one) for one in some} for look, some in zip(looks, computed)]
-        left, few = set[object]().union(*shown), list[int]()
-        while left:
-            few.append(max(range(num), key=lambda microbatch: len(shown[microbatch] & left)))
-            left -= shown[few[-1]]
-        first = {look: microbatch for microbatch, look in enumerate(looks) if microbatch in few}
-        self._count = Counter(dict.fromkeys(few, 0))
-        self._count.update(map(first.__getitem__, looks))
-        chosen = {unit for microbatch in few for unit in units.of(microbatch)}
+        for microbatch, some in enumerate(computed):
+            stages = frozenset(stage for _, stage, _ in some)
+            alike_ones[stages, *(one[unit] for one in alike for unit in units.of(microbatch))].append(microbatch)
+        for some_alike in alike_ones.values():
+            left, num_alike = set[object]().union(*(computed[one] for one in some_alike)), len(some_alike)
+            while left:
+                shows_most = max(some_alike, key=lambda one: len(computed[one] & left))
+                left -= computed[shows_most]
+                self._count[shows_most], num_alike = num_alike, 0  # the first one counts for all
+        chosen = {unit for microbatch in self._count for unit in units.of(microbatch)}
         lanes = tuple(tuple(one for one in lane if one.op in SHARDING or one.microbatch in chosen) for lane in self._plan.actions)
         self._plan = replace(self._plan, actions=lanes, served=((),) * len(lanes))
         self._lane.extend(one for one in lanes[self._context.plan_rank] if one.op is not Op.WAIT_REDUCE_GRAD)
@@ -340,7 +337,7 @@ class DryRun:
         if modules is not None:
             forget_results()
         del modules
-        check_gone(made)
+        check_gone(made, self._context.transport.device)
 
     def _returned_bytes(self, run: Run, microbatch: int) -> int:
         """Return the bytes of what the step returns for a microbatch."""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from bpipe.device import is_asynchronous
 from bpipe.device.generators import PYTHON, Drawn, GlobalNumPy
 from bpipe.errors import StageError
 from bpipe.model.pytree import mapped
@@ -132,13 +133,14 @@ class FakeModules:
         return self._known.made
 
 
-def check_gone(made: Sequence[Callable[[], torch.Tensor | None]]) -> None:
+def check_gone(made: Sequence[Callable[[], torch.Tensor | None]], device: torch.device) -> None:
     """Raise a StageError if fake tensors are still there, but for those in caches of functions, which are cleared.
 
     The thread in which torch runs the backwards of a device lets go of the last one a moment after its end.
     """
     wait: Callable[[], object] = partial(time.sleep, MOMENT_S)
-    for release in (wait, gc.collect, _clear_caches, gc.collect, *[wait] * MOST_MOMENTS):
+    waits = [wait] * MOST_MOMENTS if is_asynchronous(device) else []
+    for release in (*waits[:1], gc.collect, _clear_caches, gc.collect, *waits, gc.collect):
         if not (left := [tensor for tensor in (one() for one in made) if tensor is not None]):
             return
         shape = list(left[0].shape)

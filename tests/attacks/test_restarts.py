@@ -78,7 +78,6 @@ def end(when):
         END()
 
 
-end("before a step")
 schedule.step(x, target=x)
 end("between steps")
 if rank == WHO:

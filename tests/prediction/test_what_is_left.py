@@ -189,7 +189,7 @@ def test_caches_of_functions_are_cleared_and_globals_are_refused() -> None:
 def test_torchs_threads_may_let_go_of_fake_tensors_a_moment_later() -> None:
     """The thread of a device's backwards does: it holds what it has run last until it is scheduled again."""
     held = [torch.ones(2)] * 9
-    check_gone([lambda: held.pop() if held else None])
+    check_gone([lambda: held.pop() if held else None], torch.device("cuda"))
     assert not held
 
 

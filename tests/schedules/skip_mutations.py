@@ -1,4 +1,4 @@
-"""Ways to damage the messages of skips, all of which do harm: each gives every plan that is damaged in its way."""
+"""Ways to damage the messages of skips, all of which do harm: each gives the plans that are damaged in its way."""
 
 from __future__ import annotations
 
@@ -77,8 +77,10 @@ def under_way(plan: Plan) -> Iterator[Plan]:
 
 
 def misdirected(plan: Plan) -> Iterator[Plan]:
-    """A message with another rank, or with another stage, or with the next one, or with none: each third message."""
-    for rank, at, action in of_skips(plan, [*WAITS, *WAITS.values()])[::3]:
+    """A message with another rank, or with another stage, or with the next one, or with none: the first message of each kind."""
+    messages = of_skips(plan, [*WAITS, *WAITS.values()])
+    firsts = {(action.op, action.stage, action.part): (rank, at, action) for rank, at, action in reversed(messages)}
+    for rank, at, action in firsts.values():
         for peer in {None, *range(-1, plan.num_ranks + 1)} - {action.peer}:
             yield rewritten(plan, rank, at, action._replace(peer=peer))
         for part in {*range(plan.num_stages + 2)} - {action.part}:
