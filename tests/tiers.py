@@ -26,12 +26,14 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
-from itertools import combinations, compress
+from itertools import combinations, compress, islice
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
+
+from tests.pairs import by_pairs
 
 ROOT = Path(__file__).parents[1]
 SECONDS = Path(__file__).with_name("seconds.json")
@@ -195,13 +197,7 @@ def _by_pairs(cases: Sequence[pytest.Item], count: int) -> list[pytest.Item]:
     if count >= len(cases):
         return list(cases)
     shuffled = sorted(cases, key=lambda case: hashlib.md5(case.nodeid.encode()).digest())
-    left = [(case, _pairs(case)) for case in shuffled]
-    chosen = []
-    while len(chosen) < count:
-        best, held = left.pop(max(range(len(left)), key=lambda place: len(left[place][1])))
-        left = [(case, pairs - held) for case, pairs in left]
-        chosen.append(best)
-    return chosen
+    return [case for case, _ in islice(by_pairs(shuffled, _pairs), count)]
 
 
 def _pairs(case: pytest.Item) -> set[object]:

@@ -227,20 +227,20 @@ class DryRun:
 
     def _choose(self, alike: Sequence[tuple[int, ...]]) -> None:
         """Choose few microbatches that show each computation of each stage, on inputs of each look, and prepare to run them."""
-        units, alike_ones = self._plan.units, defaultdict[object, list[int]](list)
+        units, groups = self._plan.units, defaultdict[object, list[int]](list)  # of microbatches that pass the same stages, alike
         computed: list[set[tuple[Op, int, int]]] = [set() for _ in range(self._plan.num_microbatches)]
         for action in (one for lane in self._plan.actions for one in lane if one.op in COMPUTE):
             microbatch, place = self._plan.slice_of(action.microbatch)
             computed[microbatch].add((action.op, action.stage, place))
         for microbatch, some in enumerate(computed):
             stages = frozenset(stage for _, stage, _ in some)
-            alike_ones[stages, *(one[unit] for one in alike for unit in units.of(microbatch))].append(microbatch)
-        for some_alike in alike_ones.values():
-            left, num_alike = set[object]().union(*(computed[one] for one in some_alike)), len(some_alike)
+            groups[stages, *(one[unit] for one in alike for unit in units.of(microbatch))].append(microbatch)
+        for group in groups.values():
+            left, count = set[object]().union(*(computed[one] for one in group)), len(group)
             while left:
-                shows_most = max(some_alike, key=lambda one: len(computed[one] & left))
+                shows_most = max(group, key=lambda one: len(computed[one] & left))
                 left -= computed[shows_most]
-                self._count[shows_most], num_alike = num_alike, 0  # the first one counts for all
+                self._count[shows_most], count = count, 0  # the first one counts for all
         chosen = {unit for microbatch in self._count for unit in units.of(microbatch)}
         lanes = tuple(tuple(one for one in lane if one.op in SHARDING or one.microbatch in chosen) for lane in self._plan.actions)
         self._plan = replace(self._plan, actions=lanes, served=((),) * len(lanes))

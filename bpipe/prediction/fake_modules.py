@@ -139,7 +139,7 @@ def check_gone(made: Sequence[Callable[[], torch.Tensor | None]], device: torch.
     The thread in which torch runs the backwards of a device lets go of the last one a moment after its end.
     """
     wait: Callable[[], object] = partial(time.sleep, MOMENT_S)
-    waits = [wait] * MOST_MOMENTS if is_asynchronous(device) else []
+    waits = [wait] * (MOST_MOMENTS * is_asynchronous(device))
     for release in (*waits[:1], gc.collect, _clear_caches, gc.collect, *waits, gc.collect):
         if not (left := [tensor for tensor in (one() for one in made) if tensor is not None]):
             return
